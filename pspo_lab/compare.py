@@ -26,6 +26,7 @@ from pspo.evaluate.results import (
     table,
 )
 from pspo.tasks.files import local_path
+from pspo.tasks.problem import content_text
 
 COLUMNS = {"problem", "sample", "temperature", "prompt", "completion", "gold", "rewards",
            *ESTIMATES.values(), *MEANS.values()}  # fmt: skip
@@ -139,7 +140,7 @@ def describe_changes(before: Sequence[Record], after: Sequence[Record]) -> str:
     in_turn = [pair for two in zip_longest(better, worse) for pair in two if pair]
     for pair in in_turn[:MOST_CHANGES]:
         prompt = pair[0]["prompt"]
-        lines = {"problem": prompt if isinstance(prompt, str) else prompt[-1]["content"], "gold": pair[0]["gold"]}
+        lines = {"problem": prompt if isinstance(prompt, str) else content_text(prompt[-1]), "gold": pair[0]["gold"]}
         for name, record in zip("AB", pair, strict=True):
             lines[name] = f"{record['reward']:.3f}: {record['completion']}"
         parts.append("\n".join(f"  {name:<8} {clip(text)}" for name, text in lines.items() if text is not None))

@@ -27,6 +27,7 @@ from pspo.evaluate.results import label as measure_label
 from pspo.losses import Surrogate, token_weights
 from pspo.run.folders import numbered, step_of
 from pspo.run.tokens import COLUMNS, TOKENS
+from pspo.tasks.problem import Messages, content_text
 from pspo_lab.compare import changed_pairs
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
@@ -182,10 +183,10 @@ def changed_tests(folder: Path) -> Record:
     return {"worse": len(worse), "better": len(better), "shown": changes}
 
 
-def prompt_text(prompt: str | list[dict[str, str]]) -> str:
+def prompt_text(prompt: str | Messages) -> str:
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+    return "\n\n".join(f"{turn['role']}: {content_text(turn)}" for turn in prompt)
 
 
 # Groups and tokens

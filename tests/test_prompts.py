@@ -11,11 +11,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig, TrainConfig
-from pspo.model import ASSETS
+from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig, RolloutConfig, TrainConfig
+from pspo.model import ASSETS, load_policy
 from pspo.model.chat import encode, encode_marked, render_prompts
 from pspo.model.find import load_tokenizer, room_for_prompts, set_template_defaults
-from pspo.rollout import Prompts, PromptStream, encode_prompts, load_prompts, prompt_order
+from pspo.rollout import Prompts, PromptStream, Sampler, encode_prompts, load_prompts, make_sampling, prompt_order
 from pspo.tasks import Problem
 
 
@@ -56,10 +56,70 @@ def test_the_limit_counts_before_prompts_are_dropped(load_words):
 USER, SYSTEM = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
 ANSWERED = [USER, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"}]
 
+CALL = [
+    USER,
+    {
+        "role": "assistant",
+        "reasoning_content": "Look.",
+        "tool_calls": [{"id": "a1", "type": "function", "function": {"name": "look", "arguments": {"x": 1}}}],
+    },
+]
+
+
+def parts(*texts: str) -> list[dict]:
+    return [{"type": "text", "text": text} for text in texts]
+
 
 def rendered(*turns: dict) -> str:
     whole = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
     return f"{whole}<|im_start|>assistant\n"
+
+
+TAKES_LISTS = """{% for m in messages %}<|im_start|>{{ m.role }} {{ m | tojson }}
+{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{{ part.text | trim }}|{% endfor %}
+{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+ADDS_TEXTS = """{% for m in messages %}{{ '<|im_start|>' + m.role + (m.content or '') }}{{ m.tool_calls or '' }}
+{{ [m.name, m.tool_call_id, m.reasoning_content] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}!{% endif %}"""
+
+
+@pytest.mark.parametrize("template", [TAKES_LISTS, ADDS_TEXTS, Path(__file__).with_name("qwen3.jinja").read_text()])
+@pytest.mark.parametrize(
+    "chat",
+    [
+        [{"role": "user", "content": parts("hello")}],
+        [{"role": "system", "content": parts("Be", " brief. ")}, {"role": "user", "content": parts(" a ", "b")}],
+        [*CALL, {"role": "tool", "name": "look", "tool_call_id": "a1", "content": "17"}],
+        [USER, CALL[1] | {"content": None}, {"role": "tool", "content": parts("17")}],
+        [USER, {"role": "assistant", "content": "Let me think.\n<think>"}],
+        [USER, {"role": "assistant", "content": parts("It is", " 1")}],
+    ],
+)
+def test_ids_of_a_chat_are_its_templates(tokenizer, template, chat):
+    tokenizer.chat_template = template
+    turns = []
+    for turn in chat:
+        if template != TAKES_LISTS and isinstance(turn.get("content"), list):
+            turn = turn | {"content": "".join(part["text"] for part in turn["content"])}
+        turns.append(turn)
+    is_begun = chat[-1]["role"] == "assistant"
+    expected = tokenizer.apply_chat_template(turns, add_generation_prompt=not is_begun, continue_final_message=is_begun)
+    assert encode_prompts(tokenizer, [chat], "") == [expected["input_ids"]]
+
+
+def test_a_reward_sees_the_beginning_of_an_answer_and_its_completion(tokenizer, tmp_path, capsys):
+    begun = ["Let me think.\n<think>\n", "It is"]
+    chats = [[USER, {"role": "assistant", "content": text}] for text in begun] + [[USER]]
+    file = tmp_path / "test.jsonl"
+    file.write_text("".join(json.dumps({"prompt": chat, "answer": 7}) + "\n" for chat in chats))
+    prompts = load_prompts(DataConfig(path=str(file)), tokenizer, "test")
+    assert capsys.readouterr().out == "file test: 2 of 3 prompts end in a turn of the assistant to continue\n"
+    policy = load_policy(ModelConfig(), "cpu")
+    sampling = make_sampling(policy, tokenizer, RolloutConfig(max_completion_tokens=3, stop_tokens=[]))
+    rollout = Sampler(policy, tokenizer, sampling).draw(prompts, 2)
+    drawn = tokenizer.batch_decode(rollout.completion_ids)
+    begun[0] = begun[0].rstrip()
+    starts = [text for text in (*begun, "") for _ in range(2)]
+    assert rollout.texts == [start + text for start, text in zip(starts, drawn, strict=True)]
 
 
 @pytest.mark.parametrize("system_prompt", [SYSTEM_PROMPT, ""])
@@ -73,9 +133,13 @@ def test_the_system_prompt_precedes_chats_that_have_none(tokenizer, system_promp
     assert [tokenizer.decode(each) for each in ids] == [rendered(*turns) for turns in expected]
     assert ANSWERED[0] is USER  # what came in is as it was
     assert encode_prompts(tokenizer, chats) == encode_prompts(tokenizer, chats, SYSTEM_PROMPT)  # as the command
-    for chat in ([], ANSWERED[:2], [SYSTEM], ["Hi"], [{"role": "user"}], None):
-        with pytest.raises(ValueError, match=r"must (end with a turn of role user or tool|be a text|be {)"):
-            encode_prompts(tokenizer, ["Hi", chat])
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}
+    refused = {"must end with a turn": ([], [SYSTEM], CALL), "must be a text": (None,), "type image_url": ([image],)}
+    refused |= {"turn 1 .* must be {": (["Hi"], [{"role": "user"}]), "a surrogate pair, '.ud800'": ("a\ud800",)}
+    for message, wrong in refused.items():
+        for prompt in wrong:
+            with pytest.raises(ValueError, match=message):
+                encode_prompts(tokenizer, ["Hi", prompt])
 
 
 @pytest.mark.parametrize(

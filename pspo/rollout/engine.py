@@ -113,7 +113,9 @@ class EngineSampler:
         with self.sampler.rng_context():
             ids, logprobs = self.engine.complete(prompts.ids, self.sampling, group_size)
         prompt_ids, prompt_mask = left_pad(prompts.ids, self.sampling.pad_id)
-        return make_rollout(self.tokenizer, prompt_ids, prompt_mask, Completions(ids, logprobs), self.sampling)
+        completions = Completions(ids, logprobs)
+        rollout = make_rollout(self.tokenizer, prompt_ids, prompt_mask, completions, self.sampling)
+        return prompts.continued(rollout)
 
     def with_sampling(self, sampling: Sampling) -> EngineSampler:
         return EngineSampler(self.engine, self.learner, replace(self.sampler, sampling=sampling))

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any
 
@@ -15,23 +16,34 @@ from pspo import distributed as dist
 from pspo.config import DataConfig, TrainConfig
 from pspo.model.chat import TEXT, encode, render_prompts
 from pspo.model.find import check_token_ids, load_model_config, room_for_prompts
+from pspo.rollout.types import Rollout
 from pspo.tasks import Problem, check_rewards, load_problems
 from pspo.tasks.environment import MakeEnvironment
-from pspo.tasks.problem import SYSTEM_PROMPT, Messages
+from pspo.tasks.problem import SYSTEM_PROMPT, Messages, beginning
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Problems and their encoded prompts, index by index."""
+    """Problems and their encoded prompts, index by index; and what these begin of the answer, if any does."""
 
     problems: list[Problem]
     ids: list[list[int]]
+    beginnings: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.problems)
 
     def take(self, indices: Sequence[int]) -> "Prompts":
-        return Prompts([self.problems[i] for i in indices], [self.ids[i] for i in indices])
+        beginnings = [self.beginnings[i] for i in indices] if self.beginnings else []
+        return Prompts([self.problems[i] for i in indices], [self.ids[i] for i in indices], beginnings)
+
+    def continued(self, rollout: Rollout) -> Rollout:
+        """A rollout of these prompts, its texts from the beginnings on; `completion_texts` wrote a last `<think>`."""
+        if not self.beginnings:
+            return rollout
+        group_size = len(rollout) // len(self)
+        starts = [re.sub(r"<think>\s*$", "", text) for text in self.beginnings for _ in range(group_size)]
+        return replace(rollout, texts=[start + text for start, text in zip(starts, rollout.texts, strict=True)])
 
     def fingerprint(self) -> str:
         """SHA-256 of the prompts, and of the problems' answers, kinds and other fields."""
@@ -92,7 +104,11 @@ def load_prompts(
     marked = sum(TEXT in texts[i] for i in fits)
     if marked:
         print(f"{config.name} {split}: special tokens in {marked:,} of {len(fits):,} prompts are text")
-    return Prompts(problems, ids).take(fits)
+    beginnings = [beginning(prompt) for prompt in prompts]
+    begun = sum(map(bool, beginnings))
+    if begun:
+        print(f"{config.name} {split}: {begun:,} of {len(texts):,} prompts end in a turn of the assistant to continue")
+    return Prompts(problems, ids, beginnings if begun else []).take(fits)
 
 
 def completion_columns(max_completion_tokens: int, has_environment: bool) -> int:

@@ -75,7 +75,8 @@ class Sampler:
             try:
                 if self.signals.error is not None:
                     raise self.signals.error
-                return generate(self.policy, self.tokenizer, prompts.ids, self.sampling, group_size)
+                rollout = generate(self.policy, self.tokenizer, prompts.ids, self.sampling, group_size)
+                return prompts.continued(rollout)
             finally:
                 self.signals.is_drawing = False
 

@@ -101,7 +101,8 @@ class Rollout:
         completion_ids: (B, T) int64, right-padded.
         completion_mask: (B, T) bool, true through the first stop token inclusive.
         terminated: (B,) bool, false where the completion hit the token limit.
-        texts: the completions as text, see `completion_texts`, from the `<think>` on that their prompt may end with.
+        texts: the completions as text, see `completion_texts`, from the `<think>` on that their prompt may end with; of
+            a prompt that ends in the assistant's turn, from there on.
         sampler_logprobs: (B, T) float32, what the tokens were sampled with, at the temperature and before the nucleus
             cut; None unless `Sampling.logprobs` asks for them. `token_logprobs` gives the same to rounding.
         behaviour_logprobs: (B, T) float32, of the policy that drew the tokens, by `token_logprobs`; None if the old

@@ -11,6 +11,7 @@ from pspo.cli.files import to_jsonl
 from pspo.cli.terminal import clip, one_line
 from pspo.tasks import matches_format
 from pspo.tasks.files import plain
+from pspo.tasks.problem import content_text
 
 
 def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
@@ -68,7 +69,7 @@ def mean_of_known(values: list[float]) -> float:
 def sample_line(sample: dict[str, Any]) -> str:
     """The end of a problem, its completion and that one's reward, as a line to show while a run trains."""
     prompt = sample["prompt"]
-    problem = one_line(prompt if isinstance(prompt, str) else prompt[-1]["content"])
+    problem = one_line(prompt if isinstance(prompt, str) else content_text(prompt[-1]))
     if len(problem) > 50:
         problem = f"…{problem[-50:]}"
     return f"{problem} -> {clip(sample['completion'], 90)}  (reward {sample['reward']:.2f})"

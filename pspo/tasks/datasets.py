@@ -18,7 +18,7 @@ from typing import Any
 from pspo.tasks.answers import MAX_DIGITS
 from pspo.tasks.arithmetic import SPLITS
 from pspo.tasks.files import READERS, Row, local_path, plain, read_records
-from pspo.tasks.problem import AnswerKind, Problem
+from pspo.tasks.problem import AnswerKind, Problem, content_text
 from pspo.tasks.sources import GENERATED, NAMES, SOURCES, Source, default_answer_kind, parse_gold, user_source
 
 SPLIT_WORDS = {word: word for word in SPLITS} | dict.fromkeys(("valid", "val", "dev"), "validation")
@@ -97,7 +97,7 @@ def hub_parts(source: Source) -> Parts:
 def is_held_out(problem: Problem, seed: int, share: float) -> bool:
     """Decide by the hash of the prompt's words, without case and punctuation."""
     chat = problem.prompt
-    text = chat if isinstance(chat, str) else " ".join(turn["content"] for turn in chat)
+    text = chat if isinstance(chat, str) else " ".join(map(content_text, chat))
     words = " ".join(re.findall(r"\w+", text.lower()))
     return int.from_bytes(hashlib.sha256(f"{seed} {words}".encode()).digest()[:8]) < share * 2**64
 

@@ -1,10 +1,12 @@
 """Problem: the record that every data source is converted to."""
 
+import json
+import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
-Messages = list[dict[str, str]]  # a chat: [{"role": "user", "content": "..."}, ...]
+Messages = list[dict[str, Any]]  # a chat: [{"role": "user", "content": "..."}, ...]
 AnswerKind = Literal["number", "text", "none"]
 SYSTEM_PROMPT = (  # the paper's
     "You are a careful math solver. Think through the solution and show the steps. Use English only. "
@@ -17,7 +19,7 @@ class Problem:
     """A task for the model, and what its completions are scored against.
 
     Attributes:
-        prompt: text, the user turn of the chat; or a whole chat up to where the assistant begins.
+        prompt: text, the user turn of the chat; or a whole chat up to where the assistant begins or continues.
         answer: the gold answer, as --data.answer_kind says: an exact number, text, or None for a task without one.
         fields: the other columns of the data, by name; rewards may ask for them.
         source: data set: gsm8k, math, ...
@@ -38,12 +40,41 @@ class Problem:
         return {"prompt": self.prompt, "gold": gold} | ({"fields": self.fields} if self.fields else {})
 
 
+def content_text(turn: dict[str, Any]) -> str:
+    """The text of a turn, its parts joined, "" without any; ValueError for a part of another kind."""
+    content = turn.get("content")
+    if not isinstance(content, list):
+        return content or ""
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f'a part of a turn must be {{"type": "text", "text": "..."}}, not of type {kind}')
+    return "".join(part["text"] for part in content)
+
+
+def beginning(prompt: str | Messages) -> str:
+    """The text of the assistant's last turn in a prompt, which the model continues; "" without one."""
+    if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
+        return ""
+    return content_text(prompt[-1])
+
+
 def check_chat(chat: Messages) -> None:
-    """Raise ValueError unless the chat is a list of turns, the last of which the assistant can answer."""
+    """Raise ValueError unless the chat is a list of turns, the last of which the assistant can answer or continue."""
     if not isinstance(chat, list):
         raise ValueError(f"a prompt, also an environment's, must be a text or a list of turns, not {chat!r:.80}")
     for number, turn in enumerate(chat, 1):
-        if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("role", "content")):
+        is_turn = isinstance(turn, dict) and isinstance(turn.get("role"), str)
+        if not is_turn or not (isinstance(turn.get("content"), str | list) or turn.get("tool_calls")):
             raise ValueError(f'turn {number} of the list must be {{"role": "...", "content": "..."}}, not {turn!r:.80}')
-    if not chat or chat[-1]["role"] not in ("user", "tool"):
-        raise ValueError("a chat must end with a turn of role user or tool, for the assistant to answer")
+        content_text(turn)
+    roles = ("user", "tool", "assistant")
+    if not chat or chat[-1]["role"] not in roles or chat[-1].get("tool_calls"):
+        raise ValueError("a chat must end with a turn of role user, tool or assistant that calls no tool")
+    check_unicode(chat)
+
+
+def check_unicode(value: Any) -> None:
+    """Raise ValueError for a text, also inside lists and objects, that no file can hold."""
+    if half := re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False, default=str)):
+        raise ValueError(f"a text has half of a surrogate pair, {half[0]!a}: remove it")
