@@ -87,12 +87,16 @@ def test_greedy_is_the_argmax_of_the_plain_model(monkeypatch, tiny_model, tokeni
         assert rollout.completion_ids.shape[1] == max(map(len, expected))  # nothing is decoded beyond the last
 
 
-def test_positions_of_rows_that_decode_nothing_stay_in_the_models_range(tiny_model, tokenizer):
-    model = tiny_model()
-    sampling = replace(GREEDY, decoder="graphs", max_completion_tokens=20, stop_ids=())
-    for n in (16, 9, 9, 9):  # of 9 rows a step computes 16
-        generate(model, tokenizer, [[1, 2, 3]] * n, sampling)
-    assert pspo.rollout.graphs.GRAPH_DECODERS[model].positions.max() < 3 + 20
+def test_graphs_draw_the_same_whatever_was_drawn_before(tiny_model, tokenizer):
+    """And the positions of rows that decode nothing, one of 10 here, stay in the model's range."""
+    sampling = replace(SAMPLING, decoder="graphs", max_completion_tokens=20, stop_ids=(), logprobs=True)
+    fresh, used = tiny_model(), tiny_model()
+    generate(used, tokenizer, [[1] * 90] * 20, replace(sampling, max_completion_tokens=30))
+    for _ in range(3):
+        one, other = (seeded(5, model, tokenizer, [[1, 2, 3]] * 9, sampling) for model in (fresh, used))
+        assert torch.equal(one.completion_ids, other.completion_ids)
+        assert torch.equal(one.sampler_logprobs, other.sampler_logprobs)
+    assert pspo.rollout.graphs.GRAPH_DECODERS[fresh].positions.max() < 3 + 20
 
 
 def test_codes_of_quantised_weights_stay_what_they_are(tiny_model, tokenizer):

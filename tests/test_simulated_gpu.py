@@ -44,7 +44,7 @@ COUNTS = """\
 decoder pspo: the prompts, and a token               386     1
 decoder pspo: 16 tokens                             4297     1
 decoder graphs: the first call besides              1137     1
-decoder graphs: the prompts, and a token             415     1
+decoder graphs: the prompts, and a token             416     1
 decoder graphs: 16 tokens                             18     1
 decoder hf: the prompts, and a token                 342    10
 decoder hf: 16 tokens                               4184    32
@@ -53,7 +53,7 @@ decoder pspo, log-probs: 16 tokens                  4361     1
 decoder pspo, nucleus: the prompts, and a token      543     4
 decoder pspo, nucleus: 16 tokens                    6585    17
 decoder graphs, stop strings: the first call besides    1137     1
-decoder graphs, stop strings: the prompts, and a token     415     1
+decoder graphs, stop strings: the prompts, and a token     416     1
 decoder graphs, stop strings: 16 tokens               23     2
 update: a microbatch                              1549.5     0
 update: a step                                       111     2
@@ -335,6 +335,20 @@ def check_biases() -> None:
                     parameter += torch.randn(parameter.shape, device="cuda")
 
 
+def check_draws() -> None:
+    """Graphs draw the same from a state of the generators in buffers of their own, and in those of a larger draw."""
+    tokenizer = load_tokenizer(ModelConfig())
+    drawn = []
+    for is_used in (False, True):
+        policy = load_policy(ModelConfig(one_layer()))
+        sampling = make_sampling(policy, tokenizer, RolloutConfig(decoder="graphs", max_completion_tokens=20))
+        if is_used:
+            generate(policy, tokenizer, [list(range(1, 90))] * 20, sampling)
+        torch.manual_seed(5)
+        drawn.append(generate(policy, tokenizer, [[1, 2, 3]] * 9, replace(sampling, stop_ids=())).completion_ids)
+    assert torch.equal(*drawn)
+
+
 def totals() -> tuple[int, int]:
     from simulated_gpu import launches, waits
 
@@ -409,14 +423,15 @@ def print_counts() -> None:
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="the simulated GPU does it when it counts")
-def test_graphs_see_biases_that_have_changed():
-    check_biases()
+@pytest.mark.parametrize("check", [check_biases, check_draws])
+def test_graphs(check):
+    check()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="a real GPU counts nothing")
 def test_the_simulation_refuses_what_a_gpu_refuses_and_counts_what_it_did(tmp_path):
-    printed = run_on_gpu(__file__, cwd=tmp_path)  # `check_rules` and `check_biases` have passed
+    printed = run_on_gpu(__file__, cwd=tmp_path)  # the checks have passed
     if not torch.__version__.startswith(COUNTED_WITH[0]) or transformers.__version__ != COUNTED_WITH[1]:
         pytest.skip(f"counted with torch {COUNTED_WITH[0]} and transformers {COUNTED_WITH[1]}")
     assert printed == COUNTS, f"COUNTS is now:\n{printed}"
@@ -425,4 +440,5 @@ def test_the_simulation_refuses_what_a_gpu_refuses_and_counts_what_it_did(tmp_pa
 if __name__ == "__main__":
     check_rules()
     check_biases()
+    check_draws()
     print_counts()

@@ -3,11 +3,13 @@
 A step is a forward pass, a token drawn for each row, its log-prob, and which rows have ended. Shapes and addresses
 never change: keys and values are written at a column that is a tensor, and the attention mask hides the columns that
 are not written yet. Every 16 tokens the CPU asks how many rows are left; if half as many rows are enough, those move to
-the front, and the graph of half as many goes on. Buffers and graphs are kept for the next rollout.
+the front, and the graph of half as many goes on. Buffers and graphs are kept for the next rollout. A smaller one takes
+the beginning of each buffer in shapes of its own, so that what it draws does not depend on what was drawn before.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,7 +36,7 @@ from pspo.rollout.decode import (
 from pspo.rollout.types import Completions, Sampling
 
 MIN_ROWS = 8  # of a graph: fewer are hardly faster
-COLUMN_STEP = 64  # the buffers' width is a multiple: a prompt that is a little longer needs no new graphs
+COLUMN_STEP = 64  # the number of columns is a multiple: a prompt that is a little longer needs no new graphs
 GRAPH_DECODERS: WeakKeyDictionary[PreTrainedModel, GraphDecoder] = WeakKeyDictionary()
 
 
@@ -48,17 +50,17 @@ def decode_by_graphs(
 ) -> Completions:
     """Complete each of the left-padded prompts (N, P) ``group_size`` times."""
     rows = len(prompt_ids) * group_size
+    n = round_rows(rows)
     limit = sampling.max_completion_tokens
-    columns = prompt_ids.shape[1] + limit
+    columns = COLUMN_STEP * math.ceil((prompt_ids.shape[1] + limit) / COLUMN_STEP)
     prefilled = prefill(model, prompt_ids, prompt_mask)
     decoder = GRAPH_DECODERS.pop(model, None)  # kept again at the end: not if memory runs out
-    if decoder is not None and not decoder.fits(prefilled, rows, columns, limit):
+    if decoder is not None and not decoder.fits(prefilled, n, columns, limit):
         decoder = None  # its buffers go before new ones come
     if decoder is None:
-        decoder = GraphDecoder(prefilled, rows, columns, limit)
-    decoder.load(model, prefilled, prompt_mask, sampling, group_size)
+        decoder = GraphDecoder(prefilled, n, columns, limit)
+    decoder.load(model, prefilled, prompt_mask, n, columns, sampling, group_size)
     decoder.draw(prefilled.logits.repeat_interleave(group_size, dim=0), sampling)
-    n = decoder.size(rows)
     stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
     length = 1
     while length < limit:
@@ -76,59 +78,79 @@ def decode_by_graphs(
     return Completions(decoder.completions[:rows, :length], logprobs)
 
 
+def round_rows(rows: int) -> int:
+    """Rows of a graph for so many: one of four sizes between powers of two; each size needs a graph of its own."""
+    step = 2 ** max(0, (rows - 1).bit_length() - 3)
+    return step * math.ceil(rows / step)
+
+
 class GraphDecoder:
-    """Buffers of R rows and C columns, and graphs that decode the first rows of them.
+    """Buffers for R rows and C columns, and graphs that decode the first rows of them.
 
     Attributes:
-        keys, values: of each layer, (R, heads, C, dim).
+        buffers: flat, of the keys and of the values of each layer.
+        keys, values: views of their beginnings, of each layer (n, heads, c, dim): n rows and c columns are decoded now.
         weights: weights and biases of linear layers in autocast's dtype: a graph would cast them at every token.
         tokens, positions: (R, 1) int64, drawn last, and where.
-        visible: (R, 1, 1, C) bool, the columns that are attended to.
+        visible: (n, 1, 1, c) bool, the columns that are attended to; a view, too.
         ended: (R,) bool.
         rows: (R,) int64, the completion that each row of the buffers decodes.
         column, length: (1,) int64, the column to write next, and the number of tokens drawn.
-        kind: of the steps now: under autocast or not, and the sampling; graphs are kept by it.
+        kind: of the steps now: under autocast or not, the columns and the sampling; graphs are kept by it.
         completions, logprobs: (R, limit).
     """
 
     def __init__(self, prefilled: Prefill, rows: int, columns: int, limit: int) -> None:
         device = prefilled.logits.device
-        columns += -columns % COLUMN_STEP
-        self.keys = []
-        self.values = []
+        self.size = (rows, columns, limit)
+        self.buffers = []
         for layer in prefilled.cache.layers:
-            for buffers, states in ((self.keys, layer.keys), (self.values, layer.values)):
-                shape = (rows, states.shape[1], columns, states.shape[3])
-                buffers.append(states.new_zeros(shape, dtype=cache_dtype(states)))
+            for states in (layer.keys, layer.values):
+                numbers = rows * columns * states.shape[1] * states.shape[3]
+                self.buffers.append(states.new_zeros(numbers, dtype=cache_dtype(states)))
+        self.visible_buffer = torch.zeros(rows * columns, dtype=torch.bool, device=device)
         self.weights: dict[str, Tensor] = {}
         self.tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.tokens)
-        self.visible = torch.zeros(rows, 1, 1, columns, dtype=torch.bool, device=device)
         self.ended = torch.ones(rows, dtype=torch.bool, device=device)
         self.rows = torch.arange(rows, device=device)
         self.column = torch.zeros(1, dtype=torch.long, device=device)
         self.length = torch.zeros(1, dtype=torch.long, device=device)
         self.completions = torch.zeros(rows, limit, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, limit, device=device)
-        self.kind = (False, "")
-        self.graphs: dict[tuple[int, bool, str], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, bool, int, str], torch.cuda.CUDAGraph] = {}
 
-    def fits(self, prefilled: Prefill, rows: int, columns: int, limit: int) -> bool:
+    def fits(self, prefilled: Prefill, *size: int) -> bool:
         """True if the buffers are large enough, and of the dtype of the keys."""
-        is_large = rows <= len(self.tokens) and columns <= self.visible.shape[3] and limit <= self.completions.shape[1]
-        return is_large and cache_dtype(prefilled.cache.layers[0].keys) == self.keys[0].dtype
+        is_large = all(needed <= there for needed, there in zip(size, self.size, strict=True))
+        return is_large and cache_dtype(prefilled.cache.layers[0].keys) == self.buffers[0].dtype
 
     def load(
-        self, model: PreTrainedModel, prefilled: Prefill, prompt_mask: Tensor, sampling: Sampling, group_size: int
+        self,
+        model: PreTrainedModel,
+        prefilled: Prefill,
+        prompt_mask: Tensor,
+        n: int,
+        columns: int,
+        sampling: Sampling,
+        group_size: int,
     ) -> None:
-        """Begin with prefilled prompts (N, P), each for ``group_size`` rows."""
+        """Begin with prefilled prompts (N, P), each for ``group_size`` of n rows; the others are idle."""
         rows = len(prompt_mask) * group_size
         width = prompt_mask.shape[1]
-        for i, layer in enumerate(prefilled.cache.layers):
-            self.keys[i][:rows, :, :width] = layer.keys.repeat_interleave(group_size, dim=0)
-            self.values[i][:rows, :, :width] = layer.values.repeat_interleave(group_size, dim=0)
+        views = []
+        prompts = [states for layer in prefilled.cache.layers for states in (layer.keys, layer.values)]
+        for buffer, states in zip(self.buffers, prompts, strict=True):
+            _, heads, _, dim = states.shape
+            view = buffer[: n * heads * columns * dim].view(n, heads, columns, dim)
+            view[:rows, :, :width] = states.repeat_interleave(group_size, dim=0)
+            views.append(view)
+        self.keys = views[::2]
+        self.values = views[1::2]
+        self.tokens.zero_()
         self.positions.zero_()  # idle rows count on, too: from call to call they would leave the model's range
         self.positions[:rows] = prefilled.positions.repeat_interleave(group_size, dim=0)
+        self.visible = self.visible_buffer[: n * columns].view(n, 1, 1, columns)
         self.visible.fill_(False)
         self.visible[:rows, 0, 0, :width] = to_device(prompt_mask, model.device).repeat_interleave(group_size, dim=0)
         self.ended.fill_(True)
@@ -137,7 +159,8 @@ class GraphDecoder:
         self.column.fill_(width)
         self.length.zero_()
         self.completions.fill_(sampling.pad_id)
-        self.kind = (torch.is_autocast_enabled(model.device.type), str(replace(sampling, max_completion_tokens=1)))
+        is_cast = torch.is_autocast_enabled(model.device.type)
+        self.kind = (is_cast, columns, str(replace(sampling, max_completion_tokens=1)))
         self.cast_weights(model)
 
     def cast_weights(self, model: PreTrainedModel) -> None:
@@ -159,16 +182,11 @@ class GraphDecoder:
                 else:
                     self.weights[key] = weight.detach().to(dtype)
 
-    def size(self, rows: int) -> int:
-        """The least number of rows of a graph that holds so many: all of the buffers', a half, a quarter, ..."""
-        n = len(self.tokens)
-        while n // 2 >= max(rows, MIN_ROWS):
-            n //= 2
-        return n
-
     def shrink(self, n: int, live: int) -> int:
-        """Move the rows that have not ended to the front, if a smaller graph holds them; returns its size."""
-        size = self.size(live)
+        """Halve the n rows while half as many hold the live ones, and move those to the front; returns their number."""
+        size = n
+        while size // 2 >= max(live, MIN_ROWS):
+            size //= 2
         if size < n:
             order = self.ended[:n].long().argsort(stable=True)[:size]
             by_row = (self.tokens, self.positions, self.visible, self.ended, self.rows, *self.keys, *self.values)
