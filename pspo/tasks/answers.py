@@ -1,18 +1,21 @@
 r"""Extract the number that a completion gives as its answer, exactly.
 
-A *number* is an optional sign (`+`, `-`, U+2212) and one of
+A *number* is an optional sign (`+`, `-`, U+2212, U+2013 ...) and one of
 
     12   1,234,567   5.   .5   1,234.50        ASCII digits; a comma joins one to three digits to exactly three
-    2e-3   1E5                                 a decimal with an exponent of up to four digits
+    1 234   1\,234   1'234   1_234             other separators of thousands, no-break and thin spaces among them
+    2e-3   1E5   3 \times 10^5   10^{6}        a decimal with an exponent of up to four digits
     3/4   1.5/2                                a quotient, without blanks, of two decimals
     \frac{1}{2}   \dfrac12   \tfrac{-1}{2}     LaTeX, of integers; LaTeX's own commas `1,\!000`, `1{,}000` too
+    2 1/2   2\frac{1}{2}                       an integer and such a fraction: their sum
 
-- `1,2`, `12,34` and `1234,567` are two numbers each; `12/25/2024` is three.
-- A zero denominator, over 1,000 digits or a longer exponent make the whole of it no number, not its beginning.
-- A sign counts only where no digit, letter or `)` stands right before it: `100-50` holds 100 and 50. A currency
-  sign may follow it: `-$5` is -5. A leading `.` counts only where no digit, letter or `.` stands before it.
-- What is glued to the digits plays no part: `5kg`, `x5`, `50%` and `\boxed{5}` hold 5, 5, 50 and 5.
-- Mixed numbers are not joined: `2\frac{1}{2}` is 2 and 1/2.
+- A number is whole or it is none: what stands at it and changes its value makes it no number, a power, a root, a
+  factorial, pi (`2^5`, `2\sqrt{3}`, `5!`), and so do a zero denominator, over 1,000 digits or a longer exponent.
+- `1,2`, `12,34` and `1234,567` are two numbers each; `12/25/2024` is three. `100-50` and `6*7` hold two numbers.
+- A sign counts only where no digit, letter or `)` stands right before it. A currency sign may follow it: `-$5` is -5.
+  With a blank behind it, it counts only at the beginning and after `=`, `:` or an opening bracket: `x = - 5`.
+- A leading `.` counts only where no digit, letter or `.` stands before it.
+- What is glued to the digits otherwise plays no part: `5kg`, `x5`, `50%` and `\boxed{5}` hold 5, 5, 50 and 5.
 - An answer is read after the thoughts `<think>...</think>`; a completion whose last one is not closed has none.
 
 Arithmetic is exact, on Decimals (1e9999 costs no more than 1) and Fractions. Every quantifier below is possessive or
@@ -29,19 +32,56 @@ TOLERANCE = Fraction(1, 10**6)  # |prediction - gold| up to this is correct (the
 MAX_DIGITS = 1000  # below Python's own limit of 4,300 for int(str), beyond which it raises
 MAX_EXPONENT_DIGITS = 4
 
-_DIGITS = r"(?>[1-9][0-9]{0,2}(?:(?:,(?:\\! ?)?|\{,\})[0-9]{3}(?![0-9]))++|[0-9]++)"  # (?> never gives a comma back
+_DASHES = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
+_COMMAS = r"(?:(?:,(?:\\![ ]?)?|\{,\})[0-9]{3}(?![0-9]))++"
+_SPACES = r"(?:(?:\\[,;:\ ]|[~'_\u2019\u00a0\u2009\u202f])[0-9]{3}(?![0-9]))++"
+_BLANKS = r"(?:[ ][0-9]{3}(?![0-9]))++(?![ ][0-9])"  # not in a list of numbers
+_INTEGER = rf"(?>[1-9][0-9]{{0,2}}{_COMMAS}|[0-9]++)"  # (?> never gives a comma back
+_DIGITS = rf"(?>[1-9][0-9]{{0,2}}(?:{_COMMAS}|{_SPACES})|(?<![0-9][ ])[1-9][0-9]{{0,2}}{_BLANKS}|[0-9]++)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*+)?+|(?<![\w.])\.[0-9]++)"
-_ARGUMENT = rf"(?:\{{ *+[-+]?{_DIGITS} *+\}}|[0-9])"
+_ARGUMENT = rf"(?:\{{[ ]*+[-+]?{_INTEGER}[ ]*+\}}|[0-9])"
+_FRAC = r"\\[dtc]?frac[ ]*+"
+_TIMES = r"[ ]*+(?:\\times|\\cdot|[*×x])[ ]*+"
+_BRACES = r"\{[^{}\n]*+(?:\{[^{}\n]*+(?:\{[^{}\n]*+\}[^{}\n]*+)*+\}[^{}\n]*+)*+\}?+"  # up to three levels deep
+_TERM = rf"[ ]*+(?:{_BRACES}|\([^()\n]{{0,60}}+\)|[-+]?[\w.]++|\\[a-zA-Z]++)"
+_NO_NUMBER = rf"""(?:
+    (?:\\?sqrt|\\ln|\\log|√)(?:\[[0-9a-z]{{1,3}}\]|_{_TERM})?+{_TERM}
+    |\\pi(?![a-zA-Z])|π|(?:±|\\pm){_TERM}
+    |(?!{_FRAC}{_ARGUMENT}[ ]*+{_ARGUMENT}){_FRAC}(?:{_TERM}){{0,2}}+
+    |\^(?!\W{{0,4}}(?:circ|text|mathrm|st|nd|rd|th)\b){_TERM}
+)"""
 _NUMBER = re.compile(
-    r"(?=[-+]?\\?[$£€¥₹]?[.\\0-9])"  # implied by the rest; skips plain text ten times as fast
-    r"(?:(?<![^\W_])(?<!\))([-+])(?:\\?[$£€¥₹])?+)?+"  # [^\W_] is a letter or digit of any script
-    rf"(?:\\[dtc]?frac *+({_ARGUMENT}) *+({_ARGUMENT})"
-    rf"|(?<![0-9]/)({_DECIMAL})/({_DECIMAL})(?!/[0-9])"
-    rf"|({_DECIMAL})(?:[eE]([-+]?[0-9]++))?+)"
+    rf"""
+    (?=(?:-[ ]|[-+])?\\?[$£€¥₹]?[.0-9\\√π±^]|sqrt)  # implied by the rest; skips plain text ten times as fast
+    (?:
+        (?=[-+])
+        (?P<sign>(?:(?<![^=([{{*$<])|(?<=[=([{{<][ ]))-[ ]|(?<![^\W_])(?<!\))[-+])  # [^\W_]: of any script
+        (?:\\?[$£€¥₹])?+
+    )?+
+    (?:
+        (?:(?P<whole>{_INTEGER})(?:[ ]|(?=\\)))?+
+        (?:
+            {_FRAC}(?P<numerator>{_ARGUMENT})[ ]*+(?P<denominator>{_ARGUMENT})
+            |(?<![0-9]/)(?P<dividend>{_DECIMAL})/(?P<divisor>{_DECIMAL})(?!/[0-9])
+        )
+        |(?P<decimal>(?=10\^\{{?[-+]?[0-9])|{_DECIMAL})
+        (?:(?:[eE]|(?:{_TIMES})?+10\^\{{?+)(?P<exponent>[-+]?[0-9]++)\}}?+)?+
+        |(?={_NO_NUMBER})
+    )
+    (?P<rest>
+        (?=[ *×x\\^√π±!_s²³¹⁰⁴-⁹¼-¾⅐-⅞])
+        (?:(?:{_TIMES}|[ ])?+{_NO_NUMBER}|\*\*[0-9]++|!|_(?:[0-9]++|{_BRACES})|[²³¹⁰⁴-⁹¼-¾⅐-⅞])++
+        (?:/{_DIGITS})?+
+    )?+
+    """,
+    re.VERBOSE,
 )
-_SEPARATORS = str.maketrans("", "", r",!\{} ")
+_SEPARATORS = str.maketrans("", "", ",!\\{} ;:~'_\u2019\u00a0\u2009\u202f")
 
 _MARKER = re.compile(r"(?<!#)####(?!#)")
+_EXCLAMATION = re.compile(  # that ends a sentence; a factorial's stands before what follows a number in a formula
+    r"(####[^a-zA-Z\n]*+)|(?<=[0-9])!++(?! ?(?:[-+/^=<>0-9a-z\\(),.;:}\]$]|\*(?!\*)))"
+)
 _REST_OF_LINE = re.compile(r"[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]*+")  # the line ends of str.splitlines
 
 Marker = Literal["last", "first"]
@@ -49,26 +89,39 @@ Number = Decimal | Fraction
 
 
 def _read(match: re.Match[str]) -> Number | None:
-    """Value of a match of `_NUMBER`; None for a zero denominator or too many digits."""
-    sign, frac_numerator, frac_denominator, dividend, divisor, decimal, exponent = match.groups("")
-    top = (frac_numerator or dividend or decimal).translate(_SEPARATORS)
-    bottom = (frac_denominator or divisor or "1").translate(_SEPARATORS)
-    longest = max(len(part.lstrip("+-").replace(".", "")) for part in (top, bottom))
-    if longest > MAX_DIGITS or len(exponent.lstrip("+-")) > MAX_EXPONENT_DIGITS:
+    """Value of a match of `_NUMBER`; None for what is no number, a zero denominator or too many digits."""
+    sign, whole, numerator, denominator, dividend, divisor, decimal, exponent, rest = match.groups("")
+    whole = whole.translate(_SEPARATORS)
+    top = (numerator or dividend or decimal or "1").translate(_SEPARATORS)
+    bottom = (denominator or divisor or "1").translate(_SEPARATORS)
+    longest = max(len(part.lstrip("+-").replace(".", "")) for part in (whole, top, bottom))
+    if rest or longest > MAX_DIGITS or len(exponent.lstrip("+-")) > MAX_EXPONENT_DIGITS:
         return None
-    if decimal:
-        return Decimal(f"{sign}{top}e{exponent or 0}")
-    denominator = Fraction(bottom)
-    if denominator == 0:
+    if decimal or exponent:
+        return Decimal(f"{sign.strip()}{top}e{exponent or 0}")
+    if Fraction(bottom) == 0:
         return None
-    quotient = Fraction(top) / denominator
-    return -quotient if sign == "-" else quotient
+    value = int(whole or 0) + Fraction(top) / Fraction(bottom)
+    return -value if sign.startswith("-") else value
+
+
+def _plain_minus(text: str) -> str:
+    """The text with `-` for every dash that is written as a sign."""
+    for dash in _DASHES:
+        text = text.replace(dash, "-")
+    return text
+
+
+def _prose(text: str) -> str:
+    """The text with one kind of minus, and without what ends a sentence: `It is 42!` holds 42, `#### 5!` does not."""
+    text = _plain_minus(text)
+    return _EXCLAMATION.sub(lambda match: match[1] or " ", text) if "!" in text else text
 
 
 def find_numbers(text: str) -> Iterator[Number]:
     """Yield the numbers of the text from left to right, each spelling once."""
     seen = set()
-    for match in _NUMBER.finditer(text.replace("\u2212", "-")):
+    for match in _NUMBER.finditer(text):
         if match.group() not in seen:
             seen.add(match.group())
             number = _read(match)
@@ -77,8 +130,8 @@ def find_numbers(text: str) -> Iterator[Number]:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Return the value of a text that is one number and nothing else (outer blanks aside), or None."""
-    match = _NUMBER.fullmatch(text.strip().replace("\u2212", "-"))
+    """Return the value of a text that is one number and nothing else, blanks included, or None."""
+    match = _NUMBER.fullmatch(_plain_minus(text))
     number = _read(match) if match else None
     return None if number is None else Fraction(number)
 
@@ -89,30 +142,30 @@ def after_thoughts(completion: str) -> str:
     return "" if "<think>" in answer else answer
 
 
-def _marked_line(text: str, marker: Marker) -> str | None:
-    """Return the rest of the line after the last (or first) `####`; None without a marker."""
-    ends = [match.end() for match in _MARKER.finditer(text)]
-    if not ends:
-        return None
-    return _REST_OF_LINE.match(text, ends[0] if marker == "first" else ends[-1]).group()
+def _marked_lines(text: str, marker: Marker) -> list[str]:
+    """What follows each marker `####`, up to the line's end or with the next marker; the one that counts is first."""
+    parts = [f"{part}####" for part in _MARKER.split(f"{text}\n")]
+    lines = [_REST_OF_LINE.match(part).group() for part in parts[1:]]
+    return lines if marker == "first" else lines[::-1]
 
 
 def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
     """Return the number that the completion gives as its answer, exact; None if it holds no number.
 
-    It is the first number after the last (or first) marker `####` on the marker's line; without a marker, or with no
-    number on that line, the last number of the whole completion. `#####` is no marker.
+    It is the first number after the last (or first) marker `####` with a number on its line; without such a marker, the
+    last number of the whole completion. `#####` is no marker.
     """
-    text = after_thoughts(completion)
-    line = _marked_line(text, marker)
-    number = None if line is None else next(find_numbers(line), None)
-    if number is None:
-        text = text.replace("\u2212", "-")
-        starts = {match.group(): match.start() for match in _NUMBER.finditer(text)}  # the last of each spelling
-        remaining = sorted(starts.values())
-        while remaining and number is None:
-            number = _read(_NUMBER.match(text, remaining.pop()))
-    return None if number is None else Fraction(number)
+    text = _prose(after_thoughts(completion))
+    for line in _marked_lines(text, marker):
+        number = next(find_numbers(line.strip()), None)
+        if number is not None:
+            return Fraction(number)
+    starts = {match.group(): match.start() for match in _NUMBER.finditer(text)}  # the last of each spelling
+    for start in sorted(starts.values(), reverse=True):
+        number = _read(_NUMBER.match(text, start))
+        if number is not None:
+            return Fraction(number)
+    return None
 
 
 def matches_format(completion: str, marker: Marker = "last") -> bool:
@@ -120,11 +173,9 @@ def matches_format(completion: str, marker: Marker = "last") -> bool:
 
     Blanks and tabs around the number and one `.` after it are allowed; units, currency, `%` or boxes are not.
     """
-    line = _marked_line(after_thoughts(completion), marker)
-    if line is None or re.search("[$£€¥₹]", line):
-        return False
-    match = _NUMBER.fullmatch(line.strip(" \t").removesuffix(".").replace("\u2212", "-"))
-    return match is not None and _read(match) is not None
+    for line in _marked_lines(after_thoughts(completion), marker)[:1]:
+        return not re.search("[$£€¥₹]", line) and parse_number(line.strip(" \t").removesuffix(".")) is not None
+    return False
 
 
 def extract_text(completion: str) -> str:
@@ -133,8 +184,7 @@ def extract_text(completion: str) -> str:
     It is the rest of the last marker's line; without a marker, the whole completion.
     """
     text = after_thoughts(completion)
-    line = _marked_line(text, "last")
-    return " ".join((text if line is None else line).split())
+    return " ".join([*_marked_lines(text, "last"), text][0].split())
 
 
 def is_correct(completion: str, gold: int | Fraction | str | None) -> bool | None:
@@ -158,4 +208,4 @@ def contains_answer(completion: str, gold: int | Fraction | str | None) -> bool 
         return " ".join(gold.split()) in " ".join(completion.split())
     low = gold - TOLERANCE
     high = gold + TOLERANCE
-    return any(low <= number <= high for number in find_numbers(completion))
+    return any(low <= number <= high for number in find_numbers(_prose(completion)))

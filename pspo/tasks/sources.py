@@ -1,7 +1,7 @@
 r"""Sources of problems: published data sets and how their rows are read, a user's own, and generated ones.
 
 Numeric gold answers are read strictly, by `parse_gold`; problems without one (`x=5`, `(1,2)`, `3 (apples); 4 (pears)`,
-`10\text{ inches}`, `2\frac{1}{2}`) are left out and counted.
+`10\text{ inches}`) are left out and counted.
 """
 
 import re
