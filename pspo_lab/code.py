@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import secrets
 import select
 import signal
@@ -23,35 +24,70 @@ from pspo.tasks.rewards import Reward
 SANDBOX = Path(__file__).with_name("sandbox.py")
 START_SECONDS = 60  # for Python to start, on a busy machine
 MAX_REPORT = 4096  # bytes
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
+FENCED = re.compile(  # a block of Markdown: its fence begins a line, or what stands in a list there
+    r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>(?P<mark>[`~])(?P=mark){2,})(?P<info>[^`~\n]*)\n"
+    r"(?P<code>.*?)(?:^[ \t]*(?P=fence)(?P=mark)*[ \t\r]*$|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+DEFINES = (re.compile(r"^(async +)?(def|class) ", re.MULTILINE), re.compile(r"^\w+ *=", re.MULTILINE), re.compile(""))
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+CHECKS = re.compile(r"assert|raises|fail", re.IGNORECASE)  # in the names of functions that raise
+CATCHES_ALL = re.compile(r"\b(AssertionError|Exception|BaseException)\b")
 
 
 def extract_code(completion: str) -> str:
-    """Return the last ```python block, or the last ``` block; without any, all of it; after thoughts."""
+    """Return the program in an answer, after its thoughts: the last ```python block that defines something.
+
+    Of blocks in no or another language likewise; without any block, all of it.
+    """
     completion = after_thoughts(completion)
-    blocks = [block.partition("\n") for block in completion.split("```")[1::2]]
-    python = [code for language, _, code in blocks if language.strip().lower() in ("python", "python3", "py")]
-    return (python or [code for _, _, code in blocks] or [completion])[-1]
+    blocks: dict[bool, list[str]] = {True: [], False: []}  # by whether they are Python
+    for block in FENCED.finditer(completion):
+        language = (block["info"].split() or [""])[0].lower()
+        indent = rf"^[ \t]{{0,{len(block['indent'])}}}"
+        code = re.sub(indent, "", block["code"], flags=re.MULTILINE)
+        blocks[language in ("python", "python3", "py")].append(code)
+    candidates = blocks[True] or blocks[False] or [completion]
+    return next(code for kind in DEFINES for code in reversed(candidates) if kind.search(code))
 
 
-def checks_nothing(test: str) -> bool:
-    """True for definitions that nothing calls, and for data, such as JSON: they pass whatever the program does."""
+def checks_something(test: str) -> bool:
+    """True if a test can fail by what the program returns: something that it runs `can_fail`."""
     try:
-        statements = ast.parse(test.strip()).body
-    except (ValueError, SyntaxError, RecursionError):
+        statements = ast.parse(test).body
+        definitions = [statement for statement in statements if isinstance(statement, DEFINITIONS)]
+        running = [statement for statement in statements if not isinstance(statement, DEFINITIONS)]
+        for statement in running:  # and the functions that it names, and those that they name
+            names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+            calls = any(isinstance(node, ast.Call) for node in ast.walk(statement))
+            for definition in definitions:
+                is_reached = isinstance(definition, ast.ClassDef) and calls  # by unittest.main()
+                if (is_reached or getattr(definition, "name", "") in names) and definition not in running:
+                    running.append(definition)
+        return any(map(can_fail, running))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return False
-    return all(isinstance(statement, DEFINITIONS) or is_data(statement) for statement in statements)
 
 
-def is_data(statement: ast.stmt) -> bool:
-    """True for constants, and for assignments of constants."""
-    if not isinstance(statement, ast.Expr | ast.Assign):
+def can_fail(node: ast.AST) -> bool:
+    """True for an `assert`, a `raise` or the call of a function such as `assertEqual`, where no handler drops it."""
+    if isinstance(node, ast.Assert):
+        return not isinstance(node.test, ast.Tuple)  # which is always true
+    if isinstance(node, ast.Raise):
+        return True
+    if isinstance(node, ast.Call) and CHECKS.search(ast.unparse(node.func)):
+        return True
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Try) and any(map(catches_all, node.handlers)):
+        children = [*node.handlers, *node.orelse, *node.finalbody]
+    elif isinstance(node, ast.With) and any("suppress" in ast.unparse(item) for item in node.items):
         return False
-    try:
-        ast.literal_eval(statement.value)
-    except (ValueError, TypeError, RecursionError):
-        return False
-    return True
+    return any(map(can_fail, children))
+
+
+def catches_all(handler: ast.ExceptHandler) -> bool:
+    """True if a handler drops failed assertions."""
+    return handler.type is None or CATCHES_ALL.search(ast.unparse(handler.type)) is not None
 
 
 @dataclass(frozen=True)
@@ -59,7 +95,8 @@ class CodeReward(Reward):
     """Share of a problem's tests that the completion's program passes; Linux on x86_64 or aarch64.
 
     The program is `extract_code`'s. A test is Python code that raises if the program is wrong (`assert add(1, 2) == 3`)
-    and runs after it, in its namespace. A problem without tests has no value (None).
+    and runs after it, in its namespace, as `__main__`. What checks nothing is refused before anything is trained. A
+    problem without tests has no value (None).
 
     Every completion runs in a Python process of its own (`pspo_lab.sandbox`), in a folder that is the root, without
     environment variables, with limits on wall and CPU time and on memory, and under a seccomp filter set before the
@@ -69,9 +106,11 @@ class CodeReward(Reward):
 
     It does not protect against: a program that reads files (all that you can read; it cannot send them anywhere);
     faults in the kernel or the processor; competition for CPU and memory bandwidth; and cheating, because program and
-    tests share an interpreter: a program can replace `assert`'s operands, or search the interpreter for the secret
-    that marks a report. Printing cannot forge one. Programs that need sockets, subprocesses, written files or asyncio
-    fail.
+    tests share an interpreter. Builtins, `__main__` and trace functions are put back before every test, and printing
+    cannot forge a report. But a program can define the names that a test uses (`all`), return objects that equal
+    everything, change modules that a test imports, change the interpreter while a test calls it or from a thread, a
+    signal handler or ctypes, and search it for the secret that marks a report. Programs that need sockets,
+    subprocesses, written files or asyncio fail.
 
     Attributes:
         column: column of the data with the tests: Python text, one test, or a list of texts, one test each.
@@ -95,21 +134,20 @@ class CodeReward(Reward):
 
     def check_problems(self, problems: Sequence[Problem]) -> None:
         for problem in problems:
-            if self.column not in problem.fields:
-                columns = ", ".join(problem.fields)
-                raise RewardError(f"CodeReward: there is no column {self.column!r} (columns: {columns}); set column")
             for test in self.tests(problem):
-                if not isinstance(test, str) or checks_nothing(test):
-                    tests = "a test or a list of tests, Python that raises, and calls the functions that it defines"
+                if not isinstance(test, str) or not checks_something(test):
+                    tests = "a test or a list of tests, Python that asserts something, and calls what it defines"
                     raise RewardError(f"CodeReward: {self.column} must hold {tests}, not {test!r:.60}")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
-        self.check_problems(problems)
         with ThreadPoolExecutor(self.processes) as threads:
             return list(threads.map(self.value, completions, map(self.tests, problems)))
 
     def tests(self, problem: Problem) -> list[str]:
         """Return a problem's tests."""
+        if self.column not in problem.fields:
+            columns = ", ".join(problem.fields)
+            raise RewardError(f"CodeReward: there is no column {self.column!r} (columns: {columns}); set column")
         tests = problem.fields[self.column]
         if isinstance(tests, list | tuple):
             return list(tests)

@@ -4,6 +4,7 @@ Before the program begins, this process gives up all system calls but those list
 for writing, make no socket and no process, and send no signal. It imports nothing of pspo.
 """
 
+import builtins
 import ctypes
 import json
 import os
@@ -88,21 +89,61 @@ def confine(seconds: int, memory: int) -> None:
 
 
 def run_tests(code: str, tests: list[str]) -> int:
-    """Number of tests that raise nothing after the program, which must raise nothing either."""
+    """Number of tests that raise nothing after the program, which must raise nothing either.
+
+    All that runs the tests is bound before the program, which may replace what it reaches by name.
+    """
     module = types.ModuleType("solution")  # not __main__: the program's own main part stays unused
-    sys.modules["solution"] = module
+    namespace = module.__dict__
+    main = {"__builtins__": builtins, "__name__": "__main__"}  # so that a test's main part runs
+    builtin_names = vars(builtins)
+    originals = dict(builtin_names)
+    modules = sys.modules
+    modules["solution"] = module
+    hooks = (sys.settrace, sys.setprofile)
+    execute = exec
+    if any("unittest" in test for test in tests):
+        raise_failures_of_unittest()
+    compiled = [compile_test(test) for test in tests]
     count = 0
     try:
-        exec(compile(code, "solution.py", "exec"), module.__dict__)
+        exec(compile(code, "solution.py", "exec"), namespace)
     except BaseException:  # SystemExit and MemoryError, too
         return 0
-    for test in tests:
+    modules["__main__"] = module
+    for test in compiled:
+        for set_hook in hooks:
+            set_hook(None)
+        builtin_names.update(originals)
+        namespace.update(main)
         try:
-            exec(compile(test, "test.py", "exec"), module.__dict__)
+            execute(test, namespace)
             count += 1
         except BaseException:
             continue
     return count
+
+
+def compile_test(test: str) -> types.CodeType | None:
+    """None, which cannot be run, for what is no Python."""
+    try:
+        return compile(test, "test.py", "exec")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+
+
+def raise_failures_of_unittest() -> None:
+    """Let ``unittest.main()`` raise if a test failed or there was none, and return otherwise, as any test does."""
+    import unittest
+
+    class Program(unittest.TestProgram):
+        def runTests(self) -> None:
+            self.exit = False
+            super().runTests()
+            if not self.result.testsRun or not self.result.wasSuccessful():
+                raise AssertionError
+
+    unittest.main = Program
 
 
 def main() -> None:
@@ -111,17 +152,19 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
-
-    def report(key: str, value: object) -> None:
-        os.write(channel, json.dumps({"secret": specification["secret"], key: value}).encode() + b"\n")
-
+    secret = {"secret": specification["secret"]}
+    passed = json.dumps(secret | {"passed": -1}).encode() + b"\n"
+    write = os.write
+    leave = os._exit
     try:
         confine(specification["seconds"], specification["memory"])
     except (OSError, ValueError) as error:
-        return report("refused", str(error))
-    report("ready", True)
-    report("passed", run_tests(specification["code"], specification["tests"]))
-    os._exit(0)  # whatever threads are left
+        write(channel, json.dumps(secret | {"refused": str(error)}).encode() + b"\n")
+        return
+    write(channel, json.dumps(secret | {"ready": True}).encode() + b"\n")
+    count = run_tests(specification["code"], specification["tests"])
+    write(channel, passed.replace(b"-1", b"%d" % count))
+    leave(0)  # whatever threads are left
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Evaluation results: means with 95% intervals, pass@k and maj@k, and breakdowns; and how they are shown."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 
 from pspo.cli.terminal import one_line
 from pspo.tasks import Problem, extract_answer, extract_text
+from pspo.tasks.answers import TOLERANCE
 
 # By measure, the field of records that it is of: estimates with intervals, and means.
 ESTIMATES = {"accuracy": "correct", "gold_anywhere": "contains_gold", "mean_reward": "reward"}
@@ -97,13 +97,22 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def majority(records: Sequence[Record]) -> float:
     """1 if the most frequent answer to a problem is correct, else 0; of tied answers the share that is.
 
-    A completion without an answer has no vote.
+    Numbers within the tolerance of the gold one, or of each other, are one answer. Without an answer there is no vote.
     """
-    extract = extract_text if records[0]["format"] is None else extract_answer
-    votes = Counter((extract(record["completion"]), record["correct"]) for record in records)
-    votes = {vote: count for vote, count in votes.items() if vote[0] not in (None, "")}
-    leaders = [correct for (_, correct), count in votes.items() if count == max(votes.values())]
-    return sum(leaders) / len(leaders) if leaders else 0.0
+    is_text = records[0]["format"] is None
+    extract = extract_text if is_text else extract_answer
+    answers = [(extract(record["completion"]), record["correct"]) for record in records]
+    answers = [(answer, correct) for answer, correct in answers if answer not in (None, "")]
+    votes = [sum(correct for _, correct in answers)]  # for the gold answer, then for each other one
+    first = None
+    for answer in sorted(answer for answer, correct in answers if not correct):
+        is_same = answer == first or (first is not None and not is_text and answer - first <= TOLERANCE)
+        if not is_same:
+            first = answer
+            votes.append(0)
+        votes[-1] += 1
+    most = max(votes)
+    return (votes[0] == most) / votes.count(most) if most else 0.0
 
 
 def by_problem(values: np.ndarray) -> np.ndarray:

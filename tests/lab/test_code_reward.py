@@ -16,6 +16,12 @@ from pspo_lab.code import SANDBOX, CodeReward, extract_code
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is seccomp")
 SQUARE = "\ndef square(x): return x * x\n"
 HUMAN_EVAL = "METADATA = {'author': 'jt'}\n\ndef check(candidate):\n    assert candidate(2) == 4\n\n"
+UNITTEST = """
+import unittest
+class Test(unittest.TestCase):
+    def test_square(self): self.assertEqual(square(3), 9)
+if __name__ == '__main__': unittest.main()
+"""
 
 
 def value(code: str, *tests: str, **settings) -> float | None:
@@ -34,6 +40,14 @@ def children() -> list[str]:
     [
         ("a = 1", "a = 1"), ("so:\n```python\na = 1", "a = 1"),
         ("```python\na = 1\n```\n```py\na = 2\n```\n```\nout\n```", "a = 2\n"),
+        ("Mind the ``` here:\n```python\na = 1\n```", "a = 1\n"),
+        ("1. So:\n\n   ```python\n   if a:\n       b\n   ```\n2. Done", "if a:\n    b\n"),
+        ("- ```python\n  a = 1\n  ```", "a = 1\n"),
+        ("~~~python\na = 1\n~~~", "a = 1\n"),
+        ("````python\na = 1\n```\nb\n````", "a = 1\n```\nb\n"),
+        ("```\ndef f(): pass\n```\nprints\n```\n3\n```", "def f(): pass\n"),
+        ("```python\ndef f(): pass\n```\nUse it:\n```python\nx = f()\n```", "def f(): pass\n"),
+        ("`" * 10**6, "`" * 10**6), ("```\n" * 9 + "~" * 10**6, "~" * 10**6),
     ],
 )  # fmt: skip
 def test_extract_code(completion, code):
@@ -66,14 +80,47 @@ def test_missing_tests_are_named():
     "tests",
     [
         json.dumps(["assert square(2) == 4"]), json.dumps({"inputs": [2]}), ["(1, 2)"], "4", 4, {"inputs": [2]}, [{}],
-        HUMAN_EVAL, ["# to come"], ["import math", "assert square(2) == 4"],
+        HUMAN_EVAL, ["# to come"], ["import math", "assert square(2) == 4"], json.dumps([{"input": "2", "ok": True}]),
+        "eJxdT7sOwjAM", "square(2) == 4", "print(square(2))", "assert (square(2) == 4, 'wrong')",
+        "try: assert square(2) == 4\nexcept Exception: pass",
+        "try:\n    square('a')\n    assert False\nexcept: print()",
+        "import contextlib\nwith contextlib.suppress(AssertionError): assert square(2) == 4",
+        f"{HUMAN_EVAL}print(square(2))",
     ],
 )  # fmt: skip
 def test_what_passes_with_any_program_is_no_test(tests):
-    with pytest.raises(RewardError, match="tests must hold a test or a list of tests, Python that raises, and calls"):
+    with pytest.raises(RewardError, match="tests must hold a test or a list of tests, Python that asserts"):
         check_rewards([CodeReward()], [Problem("?", None, {"tests": tests})])
-    for test in ("(a, b) = f(2)\nassert a == 1", f"{HUMAN_EVAL}check(square)", "expected = square(2)"):
+    for test in ("(a, b) = f(2)\nassert a == 1", f"{HUMAN_EVAL}def both(f): check(f)\nboth(square)",
+                 "try:\n    square('a')\n    assert False\nexcept TypeError: pass", UNITTEST,
+                 "import pytest\nwith pytest.raises(TypeError): square('a')"):  # fmt: skip
         check_rewards([CodeReward()], [Problem("?", None, {"tests": [test]})])
+
+
+@pytest.mark.parametrize("test", ["if __name__ == '__main__': assert square(3) == 9", UNITTEST])
+def test_the_main_part_of_a_test_runs(test):
+    assert [value(program, test) for program in (SQUARE, "def square(x): return 0", "square = exit")] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import builtins\nbuiltins.compile = lambda *a, **k: (lambda: 0).__code__",
+        "import builtins\nbuiltins.exec = lambda *a: None",
+        "import builtins\nbuiltins.AssertionError = builtins.abs = lambda *a: 0",
+        "import builtins\nbuiltins.__build_class__ = lambda *a, **k: type('Nine', (), {'square': 0})",
+        "__builtins__ = {'abs': lambda x: 9}",
+        "import __main__\n__main__.exec = lambda *a: None",
+        "import sys\ndef trace(frame, event, argument):\n"
+        "    if frame.f_code.co_filename == 'test.py': frame.f_globals['square'] = lambda x: 9\n"
+        "sys.settrace(trace)\nsys.setprofile(trace)\nsys.settrace = sys.setprofile = lambda hook: None",
+        "import json\ndumps = json.dumps\njson.dumps = lambda record: dumps(record | {'passed': 1})",
+    ],
+)
+def test_a_program_that_replaces_what_runs_the_tests_gains_nothing(program):
+    test = "class Nine: square = 9\nassert abs(square(3)) == Nine.square"
+    assert value(f"{program}\ndef square(x): return 0", test) == 0
+    assert value(f"def square(x): return 9\n{program}", test) == 1
 
 
 def test_usual_programs_run():
