@@ -18,8 +18,8 @@ from unittest import mock
 
 import torch
 
-import pspo.rollout.batching
 import pspo.rollout.decode
+import pspo.update.batching
 from benchmarks.workloads import WORKLOADS, Setup, model_folder, parser, set_up
 from pspo.losses import Clip
 from pspo.model import shared_prompts
@@ -45,7 +45,7 @@ TRAINING = {  # what is off, by what patch
     RECOMPUTED: AS_IT_IS,
     f"{RECOMPUTED}, prompts computed per row": UNSHARED,
     "microbatches not sorted by length": partial(
-        mock.patch.object, pspo.rollout.batching, "sorted", in_order, create=True
+        mock.patch.object, pspo.update.batching, "sorted", in_order, create=True
     ),
     UNFUSED: AS_IT_IS,
     BONUS: AS_IT_IS,

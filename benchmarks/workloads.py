@@ -34,10 +34,10 @@ from pspo.config import (
 from pspo.losses import Clip
 from pspo.model import load_policy, load_tokenizer, locate, stop_token_ids
 from pspo.rollout import Rollout, Sampling, encode_prompts, group_relative_advantages
-from pspo.run.optimizers import make_optimizer
 from pspo.tasks import load_problems, math_reward
 from pspo.tasks.problem import Problem
 from pspo.update import Learner
+from pspo.update.optimizers import make_optimizer
 from pspo_lab.plan_shapes import Shape
 
 CPU = torch.device("cpu")

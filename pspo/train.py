@@ -3,9 +3,9 @@
     problems -> rollout -> rewards -> advantages -> (old log-probs) -> minibatch epochs
              -> surrogate -> aggregate -> backward -> optimizer step -> metrics / validation / saved model
 
-`train` is that line, top to bottom; its second half, the optimizer steps of one rollout, is `pspo.update`. Everything
-around the algorithm (records, checkpoints, resuming, signals) is the parts of a run, in `pspo.run`. `pspo.train` is
-`train_model`, and the command `main`.
+`train` is that line, top to bottom; its second half, the optimizer steps of one rollout, is `pspo.update.step`.
+Everything around the algorithm (records, checkpoints, resuming, signals) is the parts of a run, in `pspo.run`.
+`pspo.train` is `train_model`, and the command `main`.
 """
 
 from collections.abc import Callable, Sequence

@@ -26,8 +26,8 @@ from pspo.evaluate.results import as_text
 from pspo.evaluate.results import label as measure_label
 from pspo.losses import Surrogate, token_weights
 from pspo.run.folders import numbered, step_of
-from pspo.run.tokens import COLUMNS, TOKENS
 from pspo.tasks.problem import Messages, content_text
+from pspo.update.tokens import COLUMNS, TOKENS
 from pspo_lab.compare import changed_pairs
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find

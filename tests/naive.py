@@ -14,8 +14,8 @@ from batches import AGGREGATIONS, SURROGATES, by_root
 from pspo.config import AlgorithmConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import EntropyQuantile, NoClip, OffPolicyMask
 from pspo.rollout import Rollout
-from pspo.run.learner import Learner
 from pspo.update import update
+from pspo.update.learner import Learner
 
 G, V, T_MAX, TEMPERATURE = 4, 64, 10, 0.7
 PAIRS = [*zip(SURROGATES, 4 * AGGREGATIONS, strict=True)]  # every surrogate, each aggregation with four of them

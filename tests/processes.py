@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import pspo.train
-import pspo.update
+import pspo.update.step
 from pspo.cli.files import read_jsonl
 from pspo.distributed import run_main
 from pspo.model import ASSETS
@@ -143,7 +143,7 @@ def send(*signals: signal.Signals) -> None:
 
 def kill_at_step(step: int) -> None:
     """Kill this process when it is about to take this optimizer step."""
-    before("take_step", lambda learner, *_: learner.steps == step and send(signal.SIGKILL), pspo.update)
+    before("take_step", lambda learner, *_: learner.steps == step and send(signal.SIGKILL), pspo.update.step)
 
 
 def kill_at_file_event(n: int) -> None:

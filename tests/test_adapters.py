@@ -21,9 +21,9 @@ from pspo.model import ASSETS, load_policy, token_logprobs
 from pspo.model.adapters import add_adapters, check_adapter_config, merged_weights, save_adapters
 from pspo.model.lora import fuse_adapters
 from pspo.rollout import Rollout
-from pspo.run.learner import Learner
-from pspo.run.optimizers import make_optimizer
 from pspo.update import update
+from pspo.update.learner import Learner
+from pspo.update.optimizers import make_optimizer
 
 peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")

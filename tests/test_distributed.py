@@ -26,9 +26,9 @@ from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Prompts, Rollout, Sampling, encode_prompts
 from pspo.rollout.sampler import Sampler, UnshardedSampler
 from pspo.rollout.types import Nucleus
-from pspo.run.learner import make_learner
 from pspo.tasks import Problem
 from pspo.update import keep_logprobs, update
+from pspo.update.learner import make_learner
 
 if not torch.distributed.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)

@@ -22,11 +22,11 @@ ROOMS = (  # from the lowest: a room may import itself and the lower ones
     {"config"},
     {"model"},
     {"rollout"},
+    {"update"},
     {"environments"},
     {"cli"},
     {"evaluate"},
     {"run"},
-    {"update"},
     {"train"},
     {"__main__"},
 )

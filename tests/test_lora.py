@@ -18,7 +18,7 @@ import pspo.evaluate.__main__
 import pspo.model.linear
 import pspo.run.export
 import pspo.train
-import pspo.update
+import pspo.update.step
 from pspo.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from pspo.losses import PSPO
 from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, locate, token_logprobs
@@ -27,8 +27,8 @@ from pspo.model.device import autocast
 from pspo.model.lora import fuse_adapters, fused_forward
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate
 from pspo.run.folders import checkpoints
-from pspo.run.optimizers import make_optimizer
 from pspo.update import Learner, update
+from pspo.update.optimizers import make_optimizer
 
 peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")
@@ -164,8 +164,8 @@ def test_the_reference_is_the_model_with_the_adapters_it_began_from(tmp_path):
         learner = Learner(policy, make_optimizer(policy, config.optimizer), reference=StartingAdapters(policy))
         assert update(learner, rollout, advantages, config)[0]["kl_reference"] == 0
         now = token_logprobs(policy, *rollout.token_ids, 0.7).detach()
-        minibatches = pspo.update.split_minibatches(rollout, advantages, config, 4096)
-        pspo.update.add_fixed_logprobs(learner, minibatches, config)
+        minibatches = pspo.update.step.split_minibatches(rollout, advantages, config, 4096)
+        pspo.update.step.add_fixed_logprobs(learner, minibatches, config)
         batch = minibatches[0].batches[0]
         expected = token_logprobs(load_policy(model, CPU), *batch.rollout.token_ids, 0.7).detach()
         assert torch.equal(batch.ref_logprobs, expected)

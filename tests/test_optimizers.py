@@ -10,9 +10,9 @@ from processes import one_layer, ranks
 from safetensors.torch import load_file
 
 import pspo.train
-import pspo.update
+import pspo.update.step
 from pspo.config import OptimizerConfig
-from pspo.run.optimizers import (
+from pspo.update.optimizers import (
     StochasticRounding,
     check_optimizer,
     float32_copies,
@@ -160,7 +160,7 @@ def test_gradients_of_bfloat16_weights_add_up():
 
 def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):
     def work() -> None:
-        original = pspo.update.take_step
+        original = pspo.update.step.take_step
 
         def step(learner, *rest):
             metrics = original(learner, *rest)
@@ -169,7 +169,7 @@ def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):
             assert torch.equal(others[0], others[1])
             return metrics
 
-        pspo.update.take_step = step
+        pspo.update.step.take_step = step
         pspo.train.main([*TWO_RANKS, f"--run.output_dir={tmp_path / 'run'}"])
 
     assert ranks(work) == [0, 0]

@@ -25,12 +25,12 @@ from test_docs import blocks
 
 import pspo.evaluate.__main__
 import pspo.train
-import pspo.update
+import pspo.update.step
 from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from pspo.losses import Surrogate
 from pspo.model import autocast, default_max_rows, default_microbatch_tokens, load_policy, load_tokenizer
 from pspo.rollout import generate, load_prompts, make_sampling
-from pspo.run.learner import make_learner
+from pspo.update.learner import make_learner
 
 HAS_GPU = torch.cuda.is_available()
 CAN_SIMULATE = shutil.which("g++") is not None and torch.version.cuda is None
@@ -409,7 +409,7 @@ def print_counts() -> None:
     from simulated_gpu import count_phase
 
     for name in ("backward", "take_step", "update"):
-        count_phase(f"pspo.update:{name}")
+        count_phase(f"pspo.update.step:{name}")
     tables = {f"decoder {decoder}": decoding_counts(decoder) for decoder in ("pspo", "graphs", "hf")}
     tables["decoder pspo, log-probs"] = decoding_counts("pspo", logprobs=True)
     tables["decoder pspo, nucleus"] = decoding_counts("pspo", nucleus=True)

@@ -15,8 +15,8 @@ from pspo.config import ModelConfig
 from pspo.losses import GSPO, Clip, token_weights
 from pspo.model import ASSETS, load_tokenizer
 from pspo.rollout import encode_prompts
-from pspo.run.tokens import COLUMNS, token_texts
 from pspo.train import main as train
+from pspo.update.tokens import COLUMNS, token_texts
 
 SMALL = ("--run.max_steps=4", "--rollout.prompts=4", "--rollout.max_completion_tokens=32", "--run.test_limit=0",
          "--run.validate_every=0", "--data.limit=20", "--optimizer.lr=1e-3", "--run.quiet")  # fmt: skip

@@ -29,8 +29,8 @@ from pspo.config import SYSTEM_PROMPT, ModelConfig
 from pspo.losses import GMPO, GSPO, P3O, PSPO, SAPO, TOPR, Clip, EntropyQuantile, NoClip, OffPolicyMask
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Sampling, encode_prompts, generate
-from pspo.rollout.batching import split_minibatches
 from pspo.tasks import load_problems
+from pspo.update.batching import split_minibatches
 
 
 @pytest.mark.parametrize(

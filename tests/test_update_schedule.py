@@ -24,12 +24,12 @@ from processes import one_layer
 
 import pspo.distributed
 import pspo.rollout.types
-import pspo.update
 from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import GSPO, P3O, PSPO, TOPR, NoClip, Surrogate, log_ratio
-from pspo.rollout.batching import split_minibatches
 from pspo.run.prepare import prepare
+from pspo.update import step as update_step
 from pspo.update import update
+from pspo.update.batching import split_minibatches
 
 
 @pytest.mark.parametrize("mode", ["none", "bf16"])
@@ -61,7 +61,7 @@ def test_no_forward_pass_more_than_needed(policy, monkeypatch, epochs, minibatch
 
         return count
 
-    monkeypatch.setattr(pspo.update, "hidden_states", counted(pspo.update.hidden_states))
+    monkeypatch.setattr(update_step, "hidden_states", counted(update_step.hidden_states))
     monkeypatch.setattr(pspo.rollout.types, "token_logprobs", counted(pspo.rollout.types.token_logprobs))
     update(learner, rollout, advantages, config)
     B = len(rollout)
@@ -151,7 +151,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy,
     config = make_config(surrogate, beta=0.1, **OFF_POLICY)
     expected, expected_metrics = run(policy, rollout, advantages, config)
     calls: list[int] = []
-    monkeypatch.setattr(pspo.update, "backward", fails_above(pspo.update.backward, rows, calls))
+    monkeypatch.setattr(update_step, "backward", fails_above(update_step.backward, rows, calls))
     learner = make_learner(policy, config)
     metrics = update(learner, rollout, advantages, config)
     torch.testing.assert_close(weights(learner.policy), expected, rtol=0, atol=2e-6)
@@ -179,7 +179,9 @@ def test_old_log_probs_that_run_out_of_memory_are_all_of_the_smaller_shapes(poli
     rollout, advantages = make_rollout()
     config = make_config(PSPO(0.3), **OFF_POLICY | {"optimizer": {"lr": 1e-30, "options": {"weight_decay": 0.0}}})
     calls: list[int] = []
-    monkeypatch.setattr(pspo.update, "add_batch_logprobs", fails_above(pspo.update.add_batch_logprobs, 3, calls))
+    monkeypatch.setattr(
+        pspo.update.step, "add_batch_logprobs", fails_above(pspo.update.step.add_batch_logprobs, 3, calls)
+    )
     metrics = update(make_learner(policy, config), rollout, advantages, config)
     assert max(calls) > 3
     assert metrics[1]["ratio_min"] == metrics[1]["ratio_max"] == 1
@@ -188,7 +190,7 @@ def test_old_log_probs_that_run_out_of_memory_are_all_of_the_smaller_shapes(poli
 @pytest.mark.parametrize("error", [RuntimeError("no"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
 def test_what_smaller_microbatches_do_not_mend_is_raised(policy, monkeypatch, error):
     """Another error, and memory that is too small for a single row."""
-    monkeypatch.setattr(pspo.update, "backward", mock.Mock(side_effect=error))
+    monkeypatch.setattr(update_step, "backward", mock.Mock(side_effect=error))
     with pytest.raises(type(error)):
         run(policy, *make_rollout(), make_config())
 

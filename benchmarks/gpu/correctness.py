@@ -23,7 +23,8 @@ from pspo.rollout import Batch, Rollout, Sampling, encode_prompts, generate
 from pspo.rollout.decode import sample_nucleus
 from pspo.rollout.types import cat_padded
 from pspo.tasks import load_problems
-from pspo.update import Learner, backward, update
+from pspo.update import Learner, update
+from pspo.update.step import backward
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = 8

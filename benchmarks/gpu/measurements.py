@@ -28,8 +28,8 @@ from pspo.losses import PSPO
 from pspo.model import autocast, casts_to_bf16
 from pspo.model.device import peak_memory_gb
 from pspo.rollout import Rollout, Sampling, generate, left_pad
-from pspo.run.optimizers import make_optimizer
 from pspo.update import Learner, update
+from pspo.update.optimizers import make_optimizer
 from pspo_lab.plan_shapes import GPUS
 
 OFF = {  # optimisations without a switch

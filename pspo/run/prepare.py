@@ -20,8 +20,6 @@ from pspo.rollout.experience import Delay
 from pspo.rollout.prompts import load_splits
 from pspo.rollout.sampler import Generators, make_sampler
 from pspo.run.folders import lock_folder
-from pspo.run.learner import make_learner
-from pspo.run.optimizers import check_optimizer
 from pspo.run.recorder import Recorder
 from pspo.run.resume import find_start, fork, resume
 from pspo.run.run import Run
@@ -29,6 +27,8 @@ from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
 from pspo.tasks.environment import load_environment
 from pspo.tasks.workers import StopSignals
+from pspo.update.learner import make_learner
+from pspo.update.optimizers import check_optimizer
 
 
 def prepare(config: TrainConfig, settings: Settings) -> Run:

@@ -17,10 +17,10 @@ from pspo.config import TrainConfig
 from pspo.environments import transcripts
 from pspo.rollout import Experience, Prompts
 from pspo.run.folders import describe_newest, write_errors
-from pspo.run.learner import Learner
 from pspo.run.metrics import mean_of_known, rollout_metrics, sample_line, sample_record, status
-from pspo.run.tokens import TOKENS, TokenRecord, write_tokens
 from pspo.run.trackers import log_rollout, start_tracker
+from pspo.update.learner import Learner
+from pspo.update.tokens import TOKENS, TokenRecord, write_tokens
 
 STATE = ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds")
 MAX_SKIPPED = 10  # optimizer steps in a row

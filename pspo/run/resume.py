@@ -26,7 +26,7 @@ from pspo.run.folders import (
     remove_leftovers,
     step_of,
 )
-from pspo.run.tokens import TOKENS
+from pspo.update.tokens import TOKENS
 
 FREE = {  # switches that may differ in a resumed run: they change no number, unless a reward fails; and an engine's
     "data.path", "reward.on_error", "reward.timeout", "reward.workers", "run.keep", "run.output_dir", "run.quiet",

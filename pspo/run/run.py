@@ -18,11 +18,11 @@ from pspo.rollout.sampler import Generators
 from pspo.run.card import model_card
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import write_errors
-from pspo.run.learner import Learner
 from pspo.run.recorder import Recorder
 from pspo.run.validator import Validator
 from pspo.tasks.failures import undo_changes
 from pspo.tasks.workers import Stopped, StopSignals
+from pspo.update.learner import Learner
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pspo.config import AlgorithmConfig, LoraConfig, ModelConfig, RolloutConfig
 from pspo.model import token_logprobs
 from pspo.model.logprobs import hidden_states
 from pspo.rollout import Rollout
-from pspo.rollout.batching import split_minibatches
+from pspo.update.batching import split_minibatches
 from pspo_lab.plan_cost import Assumptions, PlanConfig, Strategy, memory, shapes, training_load
 from pspo_lab.plan_shapes import QWEN, Shape
 

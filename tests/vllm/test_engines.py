@@ -9,8 +9,8 @@ from engines import CPU, Copy, train
 from processes import before, one_layer, states
 
 import pspo.rollout.engine
-import pspo.run.learner
 import pspo.train
+import pspo.update.learner
 from pspo.cli.files import read_jsonl
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, TrainConfig
 from pspo.model import load_policy, token_logprobs

@@ -29,7 +29,7 @@ from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.rollout import Prompts, load_prompts, make_sampling
 from pspo.rollout.engine import EngineError, EngineSampler, find_engine
 from pspo.rollout.sampler import Sampler
-from pspo.run.learner import Learner
+from pspo.update.learner import Learner
 from pspo_vllm.weights import weights_of_files
 
 pytestmark = pytest.mark.usefixtures("here")

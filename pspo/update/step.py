@@ -14,10 +14,10 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
 from pspo.model import autocast, head_logprobs, hidden_states, row_chunks, token_index
-from pspo.rollout.batching import Minibatch, can_halve, halve, split_minibatches
 from pspo.rollout.types import Batch, Rollout
-from pspo.run.learner import Learner
-from pspo.run.tokens import Visit, step_metrics, token_columns
+from pspo.update.batching import Minibatch, can_halve, halve, split_minibatches
+from pspo.update.learner import Learner
+from pspo.update.tokens import Visit, step_metrics, token_columns
 
 
 def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
@@ -31,7 +31,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     if steps_left <= 0:
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
     if config.algorithm.beta > 0 and learner.reference is None:
-        raise ValueError("--algorithm.beta needs a reference model: pspo.run.learner.make_learner loads one")
+        raise ValueError("--algorithm.beta needs a reference model: pspo.update.learner.make_learner loads one")
     minibatches = split(learner, rollout, advantages, config)
     if len(minibatches) > 1 or learner.reference is not None:
         add_fixed_logprobs(learner, minibatches, config)

@@ -15,8 +15,8 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.model import StartingAdapters, default_microbatch_tokens, has_adapters, load_policy, shares_prompts
 from pspo.model.device import MICROBATCH_TOKENS
-from pspo.run.optimizers import make_optimizer, make_scheduler
-from pspo.run.tokens import TokenRecord
+from pspo.update.optimizers import make_optimizer, make_scheduler
+from pspo.update.tokens import TokenRecord
 
 
 @dataclass

@@ -1,0 +1,4 @@
+"""The optimizer steps of one rollout: `update` takes them, and a `Learner` is what they change."""
+
+from pspo.update.learner import Learner
+from pspo.update.step import keep_logprobs, update
