@@ -1,6 +1,8 @@
 """Loading: every format and source, the splits, strict gold answers, and malformed input."""
 
+import bz2
 import datetime
+import gzip
 import json
 import re
 from collections import Counter
@@ -8,14 +10,18 @@ from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
+import datasets
 import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
+from PIL import Image
 
 from pspo.cli.files import to_jsonl
+from pspo.config import DataConfig
+from pspo.rollout import Prompts
 from pspo.tasks.datasets import SPLITS, load_problems
-from pspo.tasks.problem import Problem
+from pspo.tasks.problem import Problem, content_text
 from pspo.tasks.sources import ASDIV, GSM8K, parse_gold
 
 
@@ -111,19 +117,39 @@ def test_asdiv(tmp_path, capsys):
     fields = {"solution_type": "Sum", "answer": "9 (apples)", "formula": "", "grade": "2"}
     assert problems[0] == Problem("B is < 3. Q?", Fraction(9), fields, source="asdiv", category="Sum", level="2")
     assert "5 of 8" in capsys.readouterr().out
+    copy = tmp_path / "copy" / "validation-00000-of-00001.parquet"  # the hub's name of its only split
+    copy.parent.mkdir()
+    pandas.DataFrame([problem.fields | {"body": "B is < 3.", "question": "Q?"} for problem in problems]).to_parquet(
+        copy
+    )
+    assert load_problems("asdiv", "test", copy.parent) == problems
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+def compress(path: Path) -> Path:
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(content))
+    elif path.suffix == ".bz2":
+        path.write_bytes(bz2.compress(content))
+    elif path.suffix == ".zst":
+        path.write_bytes(pyarrow.compress(content, "zstd", asbytes=True))
+    return path
+
+
+@pytest.mark.parametrize(
+    "suffix", ["jsonl", "json", "data.json", "csv", "parquet", "jsonl.gz", "csv.gz", "json.bz2", "jsonl.zst"]
+)
 def test_own_file_in_every_format(tmp_path, suffix):
     values, path = ["0.1", "-7", "1,234", "3/4"], tmp_path / f"own.{suffix}"
     table = pandas.DataFrame({"q": [f"Say «{n}»\u2028please" for n in values], "a": values, "level": "easy"})
-    if suffix in ("jsonl", "json"):
-        table.to_json(path, orient="records", lines=suffix == "jsonl", force_ascii=False)
-    elif suffix == "csv":
-        table.to_csv(path, index=False, encoding="utf-8-sig")  # as spreadsheets save it
+    if "json" in suffix:
+        text = table.to_json(orient="records", lines="jsonl" in suffix, force_ascii=False)
+        path.write_text(f'{{"data": {text}}}' if "data" in suffix else text, encoding="utf-8")
+    elif "csv" in suffix:
+        path.write_bytes(table.to_csv(index=False).encode("utf-8-sig"))  # as spreadsheets save it
     else:
         table.to_parquet(path)
-    problems = load_problems("file", "test", path, columns={"prompt": "q", "answer": "a"})
+    problems = load_problems("file", "test", compress(path), columns={"prompt": "q", "answer": "a"})
     assert answers(problems) == [Fraction(1, 10), -7, 1234, Fraction(3, 4)]
     fields = {"a": "0.1", "level": "easy"}
     assert problems[0] == Problem("Say «0.1»\u2028please", Fraction(1, 10), fields, source="file", level="easy")
@@ -213,6 +239,10 @@ def test_a_limit_takes_a_seeded_sample_of_a_test_split(tmp_path):
     assert max(sample) > 60
 
 
+def tables(**splits: list[dict]) -> dict[str, datasets.Dataset]:
+    return {split: datasets.Dataset.from_list(rows) for split, rows in splits.items()}
+
+
 def test_hub(monkeypatch):
     """Tests cannot reach the hub: its tables are stood in for."""
     asked = []
@@ -221,11 +251,11 @@ def test_hub(monkeypatch):
         asked.append((hub_id, config, revision))
         if hub_id == "EleutherAI/asdiv":
             row = {"body": "B.", "question": "Q?", "solution_type": "Sum", "answer": "9 (apples)", "formula": "9=9"}
-            return {"validation": [row]}
+            return tables(validation=[row])
         if hub_id == "openai/gsm8k":
-            return {"train": [{"question": f"{n}", "answer": f"#### {n}"} for n in range(7473)], "test": []}
+            return tables(train=[{"question": f"{n}", "answer": f"#### {n}"} for n in range(7473)], test=[])
         if hub_id == "EleutherAI/hendrycks_math":
-            return {"test": [{"problem": config, "type": config, "solution": r"\boxed{3}"}]}
+            return tables(test=[{"problem": config, "type": config, "solution": r"\boxed{3}"}])
         raise ConnectionError("no route")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
@@ -244,13 +274,13 @@ def test_hub(monkeypatch):
 
 def test_any_set_of_the_hub(monkeypatch):
     """Splits go by their words or by name, in the configuration asked for; validation is held out as of files."""
-    tables = {
-        "train_sft": [{"q": f"{n}?", "a": f"city {n}", "lang": "en"} for n in range(40)],
-        "test_sft": [{"q": "Capital?", "a": " Paris ", "lang": "fr"}, {"q": "None?", "a": None, "lang": "fr"}],
-        "unsupervised": [{"q": "no", "a": "no", "lang": "no"}],
-    }
+    cities = tables(
+        train_sft=[{"q": f"{n}?", "a": f"city {n}", "lang": "en"} for n in range(40)],
+        test_sft=[{"q": "Capital?", "a": " Paris ", "lang": "fr"}, {"q": "None?", "a": None, "lang": "fr"}],
+        unsupervised=[{"q": "no", "a": "no", "lang": "no"}],
+    )
     asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda *where, revision: asked.append((*where, revision)) or tables)
+    monkeypatch.setattr("datasets.load_dataset", lambda *where, revision: asked.append((*where, revision)) or cities)
     columns = {"answer_kind": "text", "columns": {"prompt": "q", "answer": "a"}}
     paris = Problem("Capital?", "Paris", {"a": " Paris ", "lang": "fr"}, source="me/cities")
     assert load_problems("me/cities", "test", hub={"config": "small", "revision": "v1"}, **columns) == [paris]
@@ -262,10 +292,25 @@ def test_any_set_of_the_hub(monkeypatch):
     assert load_problems("me/cities", "validation", hub={"splits": named}, **columns) == [paris]
     with pytest.raises(ValueError, match=r"has no test split, only train and validation; .*--data\.hub"):
         load_problems("me/cities", "test", hub={"splits": named}, **columns)
-    tables["eval_numbers"] = [{"prompt": "2?", "answer": 2.0}, {"prompt": "?", "answer": None}]
+    cities |= tables(eval_numbers=[{"prompt": "2?", "answer": 2.0}, {"prompt": "?", "answer": None}])
     assert answers(load_problems("me/cities", "test", hub={"splits": {"test": "eval_numbers"}})) == [2]
     mixed = load_problems("me/cities+arithmetic", "train", **columns)
     assert {(p.source, type(p.answer)) for p in mixed} == {("me/cities", str), ("arithmetic", str)}
+
+
+def test_an_image_of_the_hub_is_the_same_in_every_process(monkeypatch):
+    """As an object of PIL it would be its memory address in what a resumed run compares."""
+
+    def fingerprint(colour: str) -> str:
+        table = {"prompt": ["Which colour?"], "answer": [1], "image": [Image.new("RGB", (2, 2), colour)]}
+        features = datasets.Features(
+            prompt=datasets.Value("string"), answer=datasets.Value("int64"), image=datasets.Image()
+        )
+        split = datasets.Dataset.from_dict(table, features=features)
+        monkeypatch.setattr("datasets.load_dataset", lambda *where, revision: {"test": split})
+        return Prompts(load_problems("me/colours", "test"), [[5]]).fingerprint()
+
+    assert fingerprint("red") == fingerprint("red") != fingerprint("blue")
 
 
 def test_answers_of_every_kind(tmp_path, capsys):
@@ -286,12 +331,47 @@ def test_further_columns_travel_as_plain_values(tmp_path):
     assert problem.fields == {"answer": 0.5, "tests": [{"in": 1.5, "out": None}], "weight": None, "n": 3}
     assert [type(value) for value in problem.fields.values()] == [float, list, type(None), int]
     day = datetime.date(2024, 7, 26)
-    table = {"prompt": ["p"], "answer": [1], "day": [day], "raw": [b"x"], "tags": [["a", "b"]], "x": [float("nan")]}
-    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "own.parquet")
-    (problem,) = load_problems("file", "test", tmp_path / "own.parquet")
-    assert problem.fields == {"answer": 1, "day": day, "raw": b"x", "tags": ["a", "b"], "x": None}
-    (line,) = to_jsonl([problem.record()]).splitlines()
-    assert json.loads(line)["fields"] == problem.fields | {"day": "2024-07-26", "raw": "b'x'"}
+    rows = [
+        {"prompt": "p", "answer": 1.0, "day": day, "raw": b"x", "info": [{"a": 1}], "x": float("nan"), "level": None},
+        {"prompt": "q", "answer": float("nan"), "day": None, "raw": b"", "info": [{"b": 2}], "x": 1.0, "level": "NA"},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "own.parquet")
+    first, second = load_problems("file", "test", tmp_path / "own.parquet", answer_kind="none")
+    assert first.fields == {"answer": 1.0, "day": day, "raw": b"x", "info": [{"a": 1}], "x": None, "level": None}
+    assert (second.fields["info"], second.fields["answer"], second.level) == ([{"b": 2}], None, "NA")
+    assert answers(load_problems("file", "test", tmp_path / "own.parquet", answer_kind="text")) == ["1.0"]
+    (line,) = to_jsonl([first.record()]).splitlines()
+    assert json.loads(line)["fields"] == first.fields | {"day": "2024-07-26", "raw": "b'x'"}
+
+
+TURN = {"role": "user", "content": "3 + 4?"}
+
+
+@pytest.mark.parametrize(
+    ("suffix", "record", "columns"),
+    [
+        ("parquet", {"prompt": [TURN], "reward_model": {"style": "rule", "ground_truth": "7"}, "data_source": "mine"},
+         {"answer": "reward_model.ground_truth"}),
+        ("jsonl", {"prompt": [TURN], "solution": "$7$"}, {"answer": "solution"}),
+        ("jsonl", {"question": "3 + 4?", "answer": "7", "info": {"tests": [{"in": None}]}}, {"prompt": "question"}),
+        ("parquet", {"problem": "3 + 4?", "answer": "7", "solution": "So 7."}, {"prompt": "problem"}),
+        ("jsonl", {"messages": [TURN | {"content": [{"type": "text", "text": "3 + 4?"}]}], "answer": 7}, {}),
+        ("json", {"a": {"b": {"prompt": "3 + 4?", "gold": 7}}}, {"prompt": "a.b.prompt", "answer": "a.b.gold"}),
+        ("jsonl", {"the.prompt": "3 + 4?", "answer": 7}, {"prompt": "the.prompt"}),
+    ],
+)  # fmt: skip
+def test_your_file_from_another_trainer(tmp_path, suffix, record, columns):
+    path = tmp_path / f"own.{suffix}"
+    table = pandas.DataFrame([record] * 10)
+    table.to_parquet(path) if suffix == "parquet" else table.to_json(path, orient="records", lines=suffix == "jsonl")
+    config = DataConfig(path=str(path), columns=columns)
+    assert config.numeric
+    problems = load_problems("file", "test", path, columns=config.columns)
+    prompt = problems[0].prompt
+    said = prompt if isinstance(prompt, str) else content_text(prompt[0])
+    assert (said, answers(problems)) == ("3 + 4?", [7] * 10)
+    prompt_column = columns.get("prompt", "prompt" if "prompt" in record else "messages")
+    assert problems[0].fields == {name: value for name, value in record.items() if name != prompt_column}
 
 
 def test_a_prompt_keeps_its_outer_blanks(tmp_path):
@@ -332,13 +412,23 @@ def test_calls_keep_their_own_arguments(tmp_path):
         ("a.jsonl", '{"prompt": "p", "answer": 1}\n\n{"prompt"\n', ["line 3"]),
         ("a.jsonl", '{"prompt": "p", "gold": 1}', ["record 1", "'answer'", "prompt, gold", "--data.columns"]),
         ("a.jsonl", '{"prompt": "p", "answer": "Paris"}', ["1 test problems", "numeric", "--data.answer_kind"]),
+        ("a.jsonl", '{"prompt": "p", "answer": 1, "answer": 2}', ["line 1", "'answer' is there twice"]),
+        ("a.jsonl", '{"prompt": "p", "answer": 1}\n{"prompt": "\\ud800", "answer": 1}', ["record 2", "surrogate"]),
+        ("a.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": 1}', ["type image"]),
         ("a.csv", "prompt,answer\np,1\nq,1,234\n", ["line 3", "columns"]),
+        ("a.csv", "prompt,answer\np,1\nq\n", ["line 3 has 1 cells, and the header 2 columns"]),
+        ("a.csv", "prompt,answer,answer\np,1,2\n", ["'answer' is there twice"]),
+        ("a.parquet", [pyarrow.array(["p"]), pyarrow.array([1]), pyarrow.array([2])], ["'answer' is there twice"]),
         ("a.parquet", "not parquet", []),
+        ("a.jsonl.gz", "not compressed", []),
     ],
 )
 def test_a_malformed_file_is_named_with_the_record_and_the_column(tmp_path, name, content, named):
     path = tmp_path / name
-    path.write_text(content)
+    if isinstance(content, str):
+        path.write_text(content)
+    else:
+        pyarrow.parquet.write_table(pyarrow.table(content, names=["prompt", "answer", "answer"]), path)
     with pytest.raises(ValueError, match=re.escape(str(path))) as error:
         load_problems("file", "test", path)
     assert all(part in str(error.value) for part in named), error.value
@@ -366,6 +456,16 @@ def test_holdout_makes_train_validation_and_test_that_share_no_problem(tmp_path)
     assert words(parts["test"]) < words(load_problems("file", "test", file, holdout=0.5))  # a larger share only adds
     renamed = file.rename(tmp_path / "train.jsonl")
     assert {split: load_problems("file", split, renamed, holdout=0.3) for split in SPLITS} == parts
+
+
+def test_equal_prompts_are_on_one_side(tmp_path):
+    """200 rows of 40 problems: validation takes whole groups of five."""
+    file = write_jsonl(tmp_path / "train.jsonl", numbered(40) * 5)
+    train, validation, test = (
+        {problem.prompt for problem in load_problems("file", split, file, holdout=0.2)} for split in SPLITS
+    )
+    assert len(train) + len(validation) + len(test) == 40
+    assert len(load_problems("file", "validation", file)) == 10  # 5% of the rows, as where all prompts differ
 
 
 def test_holdout_goes_by_the_words_of_a_chat(tmp_path):

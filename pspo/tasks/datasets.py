@@ -3,51 +3,71 @@
 The split of a local file or a hub set's split is the one word of train, validation (valid, val, dev) or test in its
 name, for a file the path below the given folder. Those without such a word are test if no other has one, and ignored
 otherwise: nothing is trained on by accident. If no split is named validation, part of train is held out: all but 7,000
-of GSM8K, otherwise 5% and at most 500.
+of GSM8K, otherwise 5% and at most 500; equal prompts are on one side.
 """
 
 import hashlib
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pspo.tasks.answers import MAX_DIGITS
 from pspo.tasks.arithmetic import SPLITS
-from pspo.tasks.files import READERS, Row, local_path, plain, read_records
+from pspo.tasks.files import (
+    READERS,
+    Record,
+    file_format,
+    local_path,
+    nested_value,
+    optional_text,
+    plain,
+    read_prompt,
+    read_records,
+    table_records,
+)
 from pspo.tasks.problem import AnswerKind, Problem, content_text
-from pspo.tasks.sources import GENERATED, NAMES, SOURCES, Source, default_answer_kind, parse_gold, user_source
+from pspo.tasks.sources import GENERATED, NAMES, Source, default_answer_kind, find_source, parse_gold
 
 SPLIT_WORDS = {word: word for word in SPLITS} | dict.fromkeys(("valid", "val", "dev"), "validation")
-Parts = dict[str, list[tuple[str, Iterable[dict[str, Any]]]]]  # of files and splits by name: places and their records
-
 GENERATED_SIZES = {"train": 10_000, "validation": 500, "test": 500}  # without a limit
 ENOUGH_TO_HOLD_OUT = 50  # problems
+MISSPELT = {"Common-Divison": "Common-Division"}  # in one of SVAMP's 1,000
 
 
-def group_by_split(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group names of files or splits by the one split that each says; those that say none are left out."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        splits = {SPLIT_WORDS[word] for word in re.split("[^a-z]+", name.lower()) if word in SPLIT_WORDS}
-        if len(splits) == 1:
-            groups.setdefault(splits.pop(), []).append(name)
+class Part(NamedTuple):
+    """A file, or a split of the hub: its name, its place for messages, and its records."""
+
+    name: str
+    place: str
+    records: Iterable[Record]
+
+
+def group_by_split(parts: list[Part], splits: dict[str, str]) -> dict[str, list[Part]]:
+    """Parts by the one split that their names say, by ``splits`` or by a word; those that say none are left out."""
+    groups: dict[str, list[Part]] = {}
+    for part in parts:
+        words = [part.name] if part.name in splits else re.split("[^a-z]+", part.name.lower())
+        said = {split for split in map((SPLIT_WORDS | splits).get, words) if split}
+        if len(said) == 1:
+            groups.setdefault(said.pop(), []).append(part)
     return groups
 
 
-def local_parts(path: Path, skip: str) -> Parts:
+def local_parts(path: Path, skip: str = "") -> list[Part]:
     """A file; or the files of a folder by their place, hidden ones and those with ``skip`` in their path left out."""
-    if path.is_file() and path.suffix in READERS:
-        return {path.name: [(str(path), read_records(path))]}
-    parts: Parts = {}
+    if path.is_file() and file_format(path):
+        return [Part(path.name, str(path), read_records(path))]
+    parts = []
     for file in sorted(path.rglob("*")):
         place = file.relative_to(path)
         hidden = any(part.startswith(".") for part in place.parts)
-        if file.suffix in READERS and not hidden and not (skip and skip in str(place)):
-            parts[str(place)] = [(str(file), read_records(file))]
+        if file_format(file) and not hidden and not (skip and skip in str(place)):
+            parts.append(Part(str(place), str(file), read_records(file)))
     if not parts:
         raise ValueError(f"{path} holds no {', '.join(READERS)} file; check --data.path")
     return parts
@@ -55,11 +75,9 @@ def local_parts(path: Path, skip: str) -> Parts:
 
 def has_text_answers(path: Path, column: str) -> bool:
     """True if a local file or folder has gold answers, and none of the first 1,000 is a number."""
-    parts = local_parts(path, "").values()
-    records = (record for part in parts for _, records in part for record in records)
-    golds = (record[column] for record in records if record.get(column) not in (None, ""))
-    first = [parse_gold(str(gold)) for gold in islice(golds, 1000)]
-    return bool(first) and not any(gold is not None for gold in first)
+    values = (nested_value(record, column) for part in local_parts(path) for record in part.records)
+    golds = [parse_gold(str(value)) for value in islice((value for value in values if value not in (None, "")), 1000)]
+    return bool(golds) and not any(gold is not None for gold in golds)
 
 
 def test_share(path: Path, holdout: float | None) -> float | None:
@@ -67,21 +85,21 @@ def test_share(path: Path, holdout: float | None) -> float | None:
 
     Unset, it is a fifth where there is a single split of at least 50 problems; 0 leaves the splits as they are named.
     """
-    parts = local_parts(path, "")
-    groups = group_by_split(parts)
+    parts = local_parts(path)
+    groups = group_by_split(parts, {})
     if holdout is None and (not groups or groups.keys() == {"train"}):
-        records = (record for name in groups.get("train", parts) for _, part in parts[name] for record in part)
-        if sum(1 for _ in islice(records, ENOUGH_TO_HOLD_OUT)) == ENOUGH_TO_HOLD_OUT:
+        records = (record for part in groups.get("train", parts) for record in part.records)
+        if len(list(islice(records, ENOUGH_TO_HOLD_OUT))) == ENOUGH_TO_HOLD_OUT:
             return 0.2
     has_test = holdout or not groups or "test" in groups
     return holdout or 0.0 if has_test else None
 
 
-def hub_parts(source: Source) -> Parts:
-    """Splits of a data set of the hub, all its configurations together."""
+def hub_parts(source: Source) -> list[Part]:
+    """Splits of a data set of the hub, all its configurations together, as parquet files would have them."""
     import datasets  # slow to import
 
-    parts: Parts = {}
+    parts = []
     for config in source.configs:
         try:
             tables = datasets.load_dataset(source.hub_id, config, revision=source.revision)
@@ -90,7 +108,8 @@ def hub_parts(source: Source) -> Parts:
             raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
         for split, table in tables.items():
             place = " ".join(filter(None, (source.hub_id, config, split)))
-            parts.setdefault(split, []).append((place, table))
+            batches = table.with_format("arrow").iter(1000)  # an image is its bytes, and no object of this process
+            parts.append(Part(split, place, (record for batch in batches for record in table_records(batch))))
     return parts
 
 
@@ -100,6 +119,20 @@ def is_held_out(problem: Problem, seed: int, share: float) -> bool:
     text = chat if isinstance(chat, str) else " ".join(map(content_text, chat))
     words = " ".join(re.findall(r"\w+", text.lower()))
     return int.from_bytes(hashlib.sha256(f"{seed} {words}".encode()).digest()[:8]) < share * 2**64
+
+
+def validation_prompts(problems: list[Problem], train_size: int | None) -> set[str]:
+    """Prompts of the last problems, of which validation is made: whole groups of equal ones until there are enough."""
+    missing = max(1, min(500, len(problems) // 20))
+    if train_size and len(problems) > train_size:
+        missing = len(problems) - train_size
+    copies = Counter(repr(problem.prompt) for problem in problems)
+    prompts = set()
+    while copies and missing > 0:
+        prompt, count = copies.popitem()
+        prompts.add(prompt)
+        missing -= count
+    return prompts
 
 
 def parse_answers(drafts: list[Problem], kind: AnswerKind) -> list[Problem]:
@@ -116,6 +149,23 @@ def parse_answers(drafts: list[Problem], kind: AnswerKind) -> list[Problem]:
     return problems
 
 
+def read_problem(source: Source, name: str, kind: AnswerKind, record: Record) -> Problem:
+    """A problem of a record, its gold answer still as text."""
+    columns = source.prompt
+    if columns == ("prompt",) and "prompt" not in record and "messages" in record:
+        columns = ("messages",)
+    category = optional_text(record, source.category)
+    return Problem(
+        prompt=read_prompt(record, columns),
+        answer=source.read_gold(record, kind).strip(),
+        fields={column: plain(value) for column, value in record.items() if column not in columns},
+        source=name,
+        category=MISSPELT.get(category, category),
+        level=optional_text(record, source.level),
+        solution=optional_text(record, source.solution),
+    )
+
+
 def read_split(
     source: Source, name: str, kind: AnswerKind, split: str, path: Path | None, seed: int, holdout: float
 ) -> list[Problem]:
@@ -125,9 +175,10 @@ def read_split(
     """
     parts = hub_parts(source) if path is None else local_parts(path, source.skip)
     if path is None and source.splits:
-        groups = {ours: [theirs] for ours, theirs in source.splits.items() if theirs in parts}
-    else:
-        groups = group_by_split(parts) or {"test": [*parts]}
+        parts = [part for part in parts if part.name in source.splits]
+    groups = group_by_split(parts, source.splits)
+    if parts and not groups:
+        groups = {"test": parts}
     divided = len(groups) == 1 and holdout > 0
     splits = ["test", "train"] if divided else sorted(groups)
     published = "train" if split == "validation" and split not in splits else split
@@ -140,26 +191,19 @@ def read_split(
 
     drafts = []
     for part in next(iter(groups.values())) if divided else groups[published]:
-        for place, records in parts[part]:
-            for number, record in enumerate(records, 1):
-                row = Row(f"{place} record {number}", record)
-                gold, attributes = source.read_gold(row, kind)
-                columns = source.prompt
-                if columns == ("prompt",) and "prompt" not in record and "messages" in record:
-                    columns = ("messages",)
-                fields = {column: plain(value) for column, value in record.items() if column not in columns}
-                drafts.append(Problem(row.prompt(columns), gold.strip(), fields, name, **attributes))
+        for number, record in enumerate(part.records, 1):
+            try:
+                drafts.append(read_problem(source, name, kind, record))
+            except ValueError as error:
+                raise ValueError(f"{part.place} record {number}: {error}") from error
     if divided:
         drafts = [draft for draft in drafts if is_held_out(draft, seed, holdout) == (split == "test")]
-    if published != "train":
-        return drafts
-    random.Random(seed).shuffle(drafts)
-    if "validation" in splits:
-        return drafts
-    held_out = max(1, min(500, len(drafts) // 20))
-    if source.train_size and len(drafts) > source.train_size:
-        held_out = len(drafts) - source.train_size
-    return drafts[:-held_out] if split == "train" else drafts[-held_out:]
+    if published == "train":
+        random.Random(seed).shuffle(drafts)
+        if "validation" not in splits:
+            held_out = validation_prompts(drafts, source.train_size)
+            drafts = [draft for draft in drafts if (repr(draft.prompt) in held_out) == (split == "validation")]
+    return drafts
 
 
 def load_problems(
@@ -189,14 +233,12 @@ def load_problems(
         hub: of a data set of the hub, any of its "config", "revision" and "splits", its names by ours
         holdout: share of a single split that becomes test; problems of the same words are on one side
     """
-    columns = {"prompt": "prompt", "answer": "answer"} | (columns or {})
-    hub = hub or {}
     names = name.split("+")
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
     if name in GENERATED and path is not None:
         raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
-    if hub.keys() - {"revision"} and all(part in NAMES for part in names):
+    if (hub or {}).keys() - {"revision"} and all(part in NAMES for part in names):
         what = f"configuration and splits are of hub ids (organisation/name), and not of {name}"
         raise ValueError(f"--data.hub: {what}: leave them out")
     problems = []
@@ -209,14 +251,8 @@ def load_problems(
                 size = max(size, GENERATED_SIZES[split])
             generated = islice(GENERATED[part](split, seed), size)
             drafts = [replace(problem, answer=str(problem.answer)) for problem in generated]
-        elif part not in NAMES and ("/" not in part or Path(part).exists()):
-            raise ValueError(
-                f"--data.name {part!r} is unknown; choose from {', '.join(NAMES)} or a hub id (organisation/name), "
-                "or join some by +; for a local file or folder set --data.name file and --data.path"
-            )
         else:
-            source = SOURCES.get(part) or user_source(part, columns, hub)
-            source = replace(source, revision=hub.get("revision", source.revision))
+            source = find_source(part, columns or {}, hub or {})
             if path is None and part == "file":
                 raise ValueError("--data.name file needs --data.path: a file or folder of yours")
             source_path = None if path is None else local_path(path)

@@ -1,4 +1,4 @@
-"""Readers of local files: JSON lines, JSON, CSV, parquet and ASDiv's XML, as rows.
+"""Readers of local files, compressed or not: JSON lines, JSON, CSV, parquet and ASDiv's XML, as rows.
 
 Not by `datasets`, because gold answers keep their decimal digits: 0.1 in a JSON file is Decimal("0.1"), never a binary
 float.
@@ -11,13 +11,17 @@ import math
 import os
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from pspo.tasks.problem import Messages, check_chat
+from pspo.tasks.problem import Messages, check_chat, check_unicode
+
+Record = dict[str, Any]  # of a file or data set of the hub: values by column
+COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")  # that pyarrow reads
+DAMAGE = (ValueError, InvalidOperation, NotImplementedError, OSError, RecursionError, csv.Error, ElementTree.ParseError)
 
 
 def local_path(path: str | Path) -> Path:
@@ -28,45 +32,44 @@ def local_path(path: str | Path) -> Path:
     return Path(expanded)
 
 
-@dataclass(frozen=True)
-class Row:
-    """Record of a file or hub data set, and its place there, for error messages."""
+def nested_value(record: Record, column: str) -> Any:
+    """A column, or a nested one by its path such as reward_model.ground_truth; None for a missing one and for NaN."""
+    value: Any = record
+    for name in [column] if column in record else column.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return None if value != value else value
 
-    where: str
-    record: dict[str, Any]
 
-    def text(self, column: str) -> str:
-        """Return a column as text, "" if it is empty; ValueError if it is missing, or no text or number."""
-        if column not in self.record:
-            names = ", ".join(map(str, self.record))
-            raise ValueError(f"{self.where}: no column {column!r}, only {names}; check --data.name and --data.columns")
-        value = self.record[column]
-        if not isinstance(value, str | int | float | Decimal | None):
-            raise ValueError(f"{self.where}: column {column!r} is a {type(value).__name__}, not text or a number")
-        return self.optional(column)
+def column_text(record: Record, column: str) -> str:
+    """A column as text, "" if it is empty; ValueError if it is missing, or no text or number."""
+    if column not in record and column.split(".")[0] not in record:
+        raise ValueError(f"no column {column!r}, only {', '.join(record)}; check --data.name and --data.columns")
+    value = nested_value(record, column)
+    if not isinstance(value, str | int | float | Decimal | None):
+        raise ValueError(f"column {column!r} is a {type(value).__name__}, not text or a number")
+    return optional_text(record, column)
 
-    def optional(self, column: str) -> str:
-        """Return a column as text, "" if it is missing or empty."""
-        value = self.record.get(column)
-        return "" if value is None else str(value).strip()
 
-    def prompt(self, columns: Sequence[str]) -> str | Messages:
-        """Return columns as one text, a single one with its outer blanks; or the chat that it holds as a list."""
-        value = self.record.get(columns[0])
-        if not isinstance(value, list):
-            text = " ".join(map(self.text, columns))
-            if not text:
-                raise ValueError(f"{self.where}: column {columns[0]!r} is empty; fill in or remove this record")
-            return value if len(columns) == 1 and isinstance(value, str) else text
-        try:
-            check_chat(value)
-        except ValueError as error:
-            raise ValueError(f"{self.where}: column {columns[0]!r}: {error}") from error
+def optional_text(record: Record, column: str) -> str:
+    """A column as text, "" if it is missing or empty."""
+    value = nested_value(record, column)
+    return "" if value is None else str(value).strip()
+
+
+def read_prompt(record: Record, columns: Sequence[str]) -> str | Messages:
+    """Columns as one text, a single one with its outer blanks; or the chat that it holds as a list."""
+    value = nested_value(record, columns[0])
+    if isinstance(value, list):
+        check_chat(value)
         return without_gaps(value)
+    text = " ".join([column_text(record, column) for column in columns])
+    if not text:
+        raise ValueError(f"column {columns[0]!r} is empty; fill in or remove this record")
+    return value if len(columns) == 1 and isinstance(value, str) else text
 
 
 def without_gaps(value: Any) -> Any:
-    """A chat without the keys that are None: a table gives every turn and call the keys of all the others."""
+    """A value without keys that are None: a table gives every object of a column the keys of all the others."""
     if isinstance(value, list):
         return [without_gaps(part) for part in value]
     if isinstance(value, dict):
@@ -83,29 +86,29 @@ def plain(value: Any) -> Any:
     return {key: plain(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
+def file_format(path: Path) -> str:
+    """The key of `READERS` in a file's name, such as .jsonl of train.jsonl.gz; "" if it has none."""
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+    return suffix if suffix in READERS else ""
+
+
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield all records of a file; ValueError names the file, and the line or record, that is wrong."""
     try:
-        for number, record in enumerate(READERS[path.suffix](path), 1):
+        for number, record in enumerate(READERS[file_format(path)](path), 1):
             if not isinstance(record, dict):
                 raise ValueError(f"record {number} must be an object of columns, not a {type(record).__name__}")
-            json.dumps(record, ensure_ascii=False, default=str).encode()  # a lone surrogate is refused
+            check_unicode(record, f"record {number}")
             yield record
-    except (
-        ValueError,
-        InvalidOperation,
-        NotImplementedError,
-        OSError,
-        RecursionError,
-        csv.Error,
-        ElementTree.ParseError,
-    ) as error:
+    except DAMAGE as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def read_text(path: Path) -> str:
     """The text of a file without its byte order mark; ValueError names the encoding if that is not UTF-8."""
-    content = path.read_bytes()
+    import pyarrow  # slow to import
+
+    content = pyarrow.input_stream(str(path), compression="detect").read()
     is_utf16 = b"\0" in content[:100]
     try:
         if not is_utf16:
@@ -116,8 +119,28 @@ def read_text(path: Path) -> str:
     raise ValueError(f"the text is not UTF-8 but probably {encoding}: iconv -f {encoding} -t UTF-8 converts it")
 
 
-def _parse_json(text: str) -> Any:
-    return json.loads(text, parse_float=Decimal, parse_constant=lambda constant: None)  # JSON has no NaN
+def check_columns(names: Iterable[str]) -> None:
+    """Raise ValueError for a column that is there twice."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"column {twice[0]!r} is there twice: rename or remove one")
+
+
+def table_records(table: Any) -> list[dict[str, Any]]:
+    """The rows of a pyarrow table."""
+    check_columns(table.schema.names)
+    return [{name: without_gaps(value) for name, value in row.items()} for row in table.to_pylist()]
+
+
+def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        check_columns(name for name, _ in pairs)
+    return record
+
+
+def _parse_json(text: str) -> Any:  # JSON has no NaN
+    return json.loads(text, parse_float=Decimal, parse_constant=lambda _: None, object_pairs_hook=_json_object)
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
@@ -126,29 +149,33 @@ def _read_jsonl(path: Path) -> Iterator[Any]:
         if line.strip():
             try:
                 yield _parse_json(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:
                 raise ValueError(f"line {number} is not valid JSON ({error})") from error
 
 
 def _read_json(path: Path) -> list[Any]:
     content = _parse_json(read_text(path))
+    if isinstance(content, dict) and list(content) == ["data"] and isinstance(content["data"], list):
+        content = content["data"]
     return content if isinstance(content, list) else [content]  # MATH's original has one file per problem
 
 
 def _read_csv(path: Path) -> Iterator[dict[str, str]]:
     csv.field_size_limit(sys.maxsize)  # by default 131,072 characters
-    file = io.StringIO(read_text(path), newline="")
-    reader = csv.DictReader(file, strict=True)  # a quote that stays open is an error
-    for record in reader:
-        if None in record:  # DictReader's key of surplus cells
-            raise ValueError(f"line {reader.line_num} has more cells than columns; quote cells that hold commas")
-        yield record
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)  # a quote that stays open is an error
+    header = next(reader, [])
+    check_columns(header)
+    for cells in filter(None, reader):
+        if len(cells) != len(header):
+            number = f"line {reader.line_num} has {len(cells)} cells, and the header {len(header)} columns"
+            raise ValueError(f"{number}; quote cells that hold commas")
+        yield dict(zip(header, cells, strict=True))
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet  # slow to import
 
-    return pyarrow.parquet.ParquetFile(path).read().to_pylist()
+    return table_records(pyarrow.parquet.ParquetFile(path).read())
 
 
 def _read_asdiv_xml(path: Path) -> Iterator[dict[str, str]]:

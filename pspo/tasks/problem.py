@@ -71,10 +71,10 @@ def check_chat(chat: Messages) -> None:
     roles = ("user", "tool", "assistant")
     if not chat or chat[-1]["role"] not in roles or chat[-1].get("tool_calls"):
         raise ValueError("a chat must end with a turn of role user, tool or assistant that calls no tool")
-    check_unicode(chat)
+    check_unicode(chat, "a prompt")
 
 
-def check_unicode(value: Any) -> None:
+def check_unicode(value: Any, what: str) -> None:
     """Raise ValueError for a text, also inside lists and objects, that no file can hold."""
     if half := re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False, default=str)):
-        raise ValueError(f"a text has half of a surrogate pair, {half[0]!a}: remove it")
+        raise ValueError(f"{what} has half of a surrogate pair, {half[0]!a}: remove it")

@@ -6,30 +6,32 @@ Numeric gold answers are read strictly, by `parse_gold`; problems without one (`
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from pspo.tasks import arithmetic, calculator, letters
 from pspo.tasks.answers import parse_number
-from pspo.tasks.files import Row
+from pspo.tasks.files import Record, column_text
 from pspo.tasks.problem import AnswerKind, Problem
-
-Gold = tuple[str, dict[str, str]]  # text of the gold answer, "" without one; and further attributes of `Problem`
 
 
 @dataclass(frozen=True)
 class Source:
-    """Data set: how to read one of its rows, and where the hub has it."""
+    """Data set: how to read one of its records, and where the hub has it."""
 
     prompt: tuple[str, ...]  # columns
-    read_gold: Callable[[Row, AnswerKind], Gold]
+    read_gold: Callable[[Record, AnswerKind], str]  # as text, "" without one
     hub_id: str = ""
     revision: str | None = None  # of the hub's, so that everybody has the same problems
     configs: tuple[str | None, ...] = ()
-    splits: dict[str, str] | None = None  # the hub's names by ours; None goes by their words
+    splits: dict[str, str] = field(default_factory=dict)  # ours by the hub's names; without any they go by their words
     train_size: int | None = None  # rows of the published train split to train on; the rest is validation
     skip: str = ""  # local files with this in their path hold the same problems in another form
+    category: str = "category"  # and further columns of attributes of `Problem`
+    level: str = "level"
+    solution: str = ""
 
 
 def parse_gold(text: str) -> Fraction | None:
@@ -38,6 +40,7 @@ def parse_gold(text: str) -> Fraction | None:
     A currency sign before it (`$`, `\$`) and `%`, `\%`, `^\circ`, `^{\circ}` or a degree sign after it are dropped, as
     they are in a model's answer: 25% is 25.
     """
+    text = re.sub(r"^\$([^$]+)\$$", r"\1", text.strip())  # as TRL's data have it
     text = re.sub(r"^\\?[$£€¥₹]\s*", "", text.strip())
     return parse_number(re.sub(r"\s*(?:\\?%|°|\^\\circ|\^\{\\circ\})$", "", text))
 
@@ -57,40 +60,26 @@ def boxed(solution: str) -> list[str]:
     return contents
 
 
-def _gsm8k(row: Row, kind: AnswerKind) -> Gold:
-    answer = row.text("answer")
-    return answer.rpartition("####")[2], {"solution": answer}
+def _gsm8k(record: Record, kind: AnswerKind) -> str:
+    return column_text(record, "answer").rpartition("####")[2]
 
 
-def _math(row: Row, kind: AnswerKind) -> Gold:
-    solution = row.text("solution")
-    boxes = boxed(solution)
-    gold = boxes[-1] if boxes else ""
+def _math(record: Record, kind: AnswerKind) -> str:
+    boxes = boxed(column_text(record, "solution")) or [""]
     if kind == "number":
         several = len({parse_gold(box) for box in boxes} - {None}) > 1  # "-2 and 1" is no number,
-        listed = "separated by commas" in row.text("problem") and "," in gold  # and 70,110 is two then
-        gold = "" if several or listed else gold
-    return gold, {"category": row.optional("type"), "level": row.optional("level"), "solution": solution}
+        listed = "separated by commas" in column_text(record, "problem") and "," in boxes[-1]  # and 70,110 is two then
+        if several or listed:
+            return ""
+    return boxes[-1]
 
 
-def _svamp(row: Row, kind: AnswerKind) -> Gold:
-    category = row.optional("Type").replace("Common-Divison", "Common-Division")  # one of the 1,000 is misspelt
-    return row.text("Answer"), {"category": category}
+def _svamp(record: Record, kind: AnswerKind) -> str:
+    return column_text(record, "Answer")
 
 
-def _asdiv(row: Row, kind: AnswerKind) -> Gold:
-    answer = re.sub(r"\s*\([^()]*\)$", "", row.text("answer"))  # 9 (apples)
-    return answer, {"category": row.optional("solution_type"), "level": row.optional("grade")}
-
-
-def user_source(name: str, columns: dict[str, str], hub: dict[str, Any]) -> Source:
-    """A user's own file, or a data set of the hub that `SOURCES` does not name."""
-
-    def read_gold(row: Row, kind: AnswerKind) -> Gold:
-        gold = "" if kind == "none" else row.text(columns["answer"])
-        return gold, {"category": row.optional("category"), "level": row.optional("level")}
-
-    return Source((columns["prompt"],), read_gold, hub_id=name, configs=(hub.get("config"),), splits=hub.get("splits"))
+def _asdiv(record: Record, kind: AnswerKind) -> str:
+    return re.sub(r"\s*\([^()]*\)$", "", column_text(record, "answer"))  # 9 (apples)
 
 
 GSM8K = "740312add88f781978c0658806c59bc2815b9866"  # revisions
@@ -101,11 +90,14 @@ _MATH_SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermedia
                   "prealgebra", "precalculus")  # fmt: skip
 
 SOURCES = {
-    "gsm8k": Source(("question",), _gsm8k, "openai/gsm8k", GSM8K, ("main",), train_size=7000, skip="socratic"),
-    "math": Source(("problem",), _math, "EleutherAI/hendrycks_math", MATH, _MATH_SUBJECTS),
-    "svamp": Source(("Body", "Question"), _svamp, "ChilleD/SVAMP", SVAMP, ("default",)),
-    "asdiv": Source(("body", "question"), _asdiv, "EleutherAI/asdiv", ASDIV, ("asdiv",), {"test": "validation"}),
-}
+    "gsm8k": Source(("question",), _gsm8k, "openai/gsm8k", GSM8K, ("main",), train_size=7000, skip="socratic",
+                    solution="answer"),
+    "math": Source(("problem",), _math, "EleutherAI/hendrycks_math", MATH, _MATH_SUBJECTS, category="type",
+                   solution="solution"),
+    "svamp": Source(("Body", "Question"), _svamp, "ChilleD/SVAMP", SVAMP, ("default",), category="Type"),
+    "asdiv": Source(("body", "question"), _asdiv, "EleutherAI/asdiv", ASDIV, ("asdiv",), {"validation": "test"},
+                    category="solution_type", level="grade"),
+}  # fmt: skip
 
 GENERATED: dict[str, Callable[[str, int], Iterator[Problem]]] = {  # endless problems of a split, by a seed
     "arithmetic": arithmetic.problems,
@@ -113,6 +105,24 @@ GENERATED: dict[str, Callable[[str, int], Iterator[Problem]]] = {  # endless pro
     "sums": calculator.problems,
 }
 NAMES = (*SOURCES, *GENERATED, "file")
+
+
+def find_source(name: str, columns: dict[str, str], hub: dict[str, Any]) -> Source:
+    """A named source, a user's file, or a data set of the hub; ValueError for a name that is none of them."""
+    if name in SOURCES:
+        return replace(SOURCES[name], revision=hub.get("revision", SOURCES[name].revision))
+    if name != "file" and ("/" not in name or Path(name).exists()):
+        raise ValueError(
+            f"--data.name {name!r} is unknown; choose from {', '.join(NAMES)} or a hub id (organisation/name), "
+            "or join some by +; for a local file or folder set --data.name file and --data.path"
+        )
+
+    def read_gold(record: Record, kind: AnswerKind) -> str:
+        return "" if kind == "none" else column_text(record, columns.get("answer", "answer"))
+
+    splits = {theirs: ours for ours, theirs in hub.get("splits", {}).items()}
+    prompt = columns.get("prompt", "prompt")
+    return Source((prompt,), read_gold, name, hub.get("revision"), (hub.get("config"),), splits)
 
 
 def default_answer_kind(name: str) -> AnswerKind:
