@@ -257,7 +257,7 @@ def test_texts_in_a_file_and_an_own_reward_need_a_path_and_its_name(here, capsys
         r"^greedy, held-out +reward \[95%\] +accuracy \[95%\] +gold anywhere \[95%\]", printed.out, re.MULTILINE
     )
     assert "WARNING: 1 validation problems choose the best model, by luck" in printed.err
-    assert "WARNING: 4 training prompts are also in validation or test" in printed.err  # a sample of 4 of 6 is tested
+    assert "WARNING: 3 training prompts are also in validation or test" in printed.err
 
 
 # --- evaluate ---------------------------------------------------------------------------------------------------------
