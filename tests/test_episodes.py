@@ -1,6 +1,7 @@
 """Text environments: episodes of several turns, whose observations are context and not loss."""
 
 import copy
+import json
 import re
 import shutil
 import sys
@@ -22,7 +23,7 @@ from pspo.model import ASSETS, load_model_config, load_policy, load_tokenizer, t
 from pspo.model.chat import completion_texts, encode, render_prompts
 from pspo.model.find import set_template_defaults
 from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, left_pad, load_prompts, make_sampling
-from pspo.tasks import ExactMatch, FormatReward, Problem, total_rewards
+from pspo.tasks import ExactMatch, FormatReward, Problem, SoftOverlong, total_rewards
 from pspo.tasks.calculator import Calculator, calculate
 
 QWEN3 = Path(__file__).with_name("qwen3.jinja")
@@ -271,7 +272,8 @@ def test_tools_are_called_in_the_templates_own_format(sampling):
     prompts = Prompts([Problem("What is 3 + 4?")], encode(tokenizer, [begin]))
     rollout = EnvironmentSampler(script, ToolCalculator).draw(prompts, 1)
     (row,) = rows_of(rollout)
-    assert tokenizer.decode(prompts.ids[0] + [token for token, _ in row]) + "\n" == whole
+    ids = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True)["input_ids"]
+    assert prompts.ids[0] + [token for token, _ in row] == ids[:-1]  # without the line break behind the last turn
     assert tokenizer.decode([token for token, drawn in row if drawn]) == "".join(f"{turn}<|im_end|>" for turn in turns)
     assert rollout.terminated.all()
     assert rollout.texts == [turns[-1]]
@@ -318,20 +320,72 @@ LLAMA = """{%- for m in messages -%}<|im_start|>{{ m.role }}\n
 {%- if m.tool_calls -%}{%- set call = m.tool_calls[0].function -%}
 {{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' -}}
 {%- else -%}{{- m.content -}}{%- endif -%}<|im_end|>{%- endfor -%}"""
+MISTRAL = """{%- for m in messages -%}{%- if m.role == "user" -%}
+{%- if not loop.first -%}{{- raise_exception("no turns of a user after an assistant's") -}}{%- endif -%}
+{{- "[INST]" + m.content + "[/INST]" -}}{%- elif m.tool_calls -%}{%- set call = m.tool_calls[0] -%}
+{%- if call.id | length != 9 -%}{{- raise_exception("ids have nine characters") -}}{%- endif -%}
+{{- '[TOOL_CALLS][{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson -}}
+{{- ', "id": "' + call.id + '"}]<|im_end|>' -}}{%- elif m.role == "assistant" -%}{{- m.content + "<|im_end|>" -}}
+{%- elif not messages[loop.index0 - 1].tool_calls -%}{{- raise_exception("tool after no call") -}}{%- else -%}
+{{- '[TOOL_RESULTS]{"content": ' + m.content | tojson + ', "id": "' + m.tool_call_id + '"}' -}}
+{%- endif -%}{%- endfor -%}"""
+MISTRAL_CALL = '{"name": "f", "arguments": {"a": [1, "x"]}, "id": "abcdefghi"}'
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "x"]}}\n</tool_call>'
 
 
+F = ("f", {"a": [1, "x"]})
+QUOTED = {"text": "wrap it in <tool_call> tags: <tool_call>{}</tool_call>"}
+RESPONSES = {  # of Qwen3, as a tokenizer may bring it
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<|im_end|>"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("responses", [None, RESPONSES])
 @pytest.mark.parametrize(("template", "text", "calls"), [
-    ("qwen3", CALL, 1), ("qwen3", f"Both:{CALL}\n{CALL}", 2), ("qwen3", f"<think>{CALL}</think>no", 0),
-    ("qwen3", "<tool_call>{bad}</tool_call>" + CALL, 1), ("qwen3", CALL.replace("arguments", "parameters"), 0),
-    ("qwen3", CALL[12:], 0), ("qwen3", '<tool_call>"f"', 0), ("qwen3", "<tool_call>" + "[" * 100_000, 0),
-    ("qwen3", "<tool_call>" + "9" * 100_000, 0), ("qwen3", '<tool_call>{"name": 1, "arguments": {}}', 0),
-    ("llama", CALL[12:].replace("arguments", "parameters"), 1), ("llama", "no call", 0), ("own", CALL, 0),
+    ("qwen3", CALL, [F]), ("qwen3", f"Both:{CALL}\n{CALL}", [F, F]), ("qwen3", f"<think>{CALL}</think>no", []),
+    ("qwen3", "<tool_call>{bad}</tool_call>" + CALL, [F]), ("qwen3", '<tool_call>"f"', []),
+    ("qwen3", CALL.replace("arguments", "parameters").removesuffix("</tool_call>"), []),
+    ("qwen3", CALL[12:], []), ("qwen3", "<tool_call>" + "[" * 100_000, []),
+    ("qwen3", "<tool_call>" + "9" * 100_000, []), ("qwen3", '<tool_call>{"name": 1, "arguments": {}}</tool_call>', []),
+    ("qwen3", CALL.replace('{"a": [1, "x"]}', json.dumps(QUOTED)), [("f", QUOTED)]),
+    ("qwen3", CALL.replace('{"a": [1, "x"]}', json.dumps('{"a": [1, "x"]}')), [F]),
+    ("qwen3", CALL.replace('{"a": [1, "x"]}', '""'), [("f", {})]),
+    ("qwen3", CALL.replace('{"a": [1, "x"]}', "null"), [("f", {})]),
+    ("qwen3", CALL.replace(', "arguments": {"a": [1, "x"]}', ""), [("f", {})]),
+    ("qwen3", CALL.replace('{"a": [1, "x"]}', '"a"'), []), ("qwen3", CALL.replace('{"a": [1, "x"]}', "[1]"), []),
+    ("qwen3", CALL + "<tool_call>" * 50_000, [F]), ("qwen3", CALL + '<tool_call>["\\"' * 50_000, [F]),
+    ("llama", CALL[12:].replace("arguments", "parameters"), [F]), ("llama", "no call", []), ("own", CALL, []),
+    ("llama", '{"name": "Ann", "age": 7}', []), ("llama", '{"name": "Ann"}', []),
+    ("mistral", f"[TOOL_CALLS] [{MISTRAL_CALL}, {MISTRAL_CALL}]", [F, F]),
 ])  # fmt: skip
-def test_calls_are_read_in_the_templates_format(template, text, calls):
+def test_calls_are_read_in_the_templates_format(template, text, calls, responses):
+    if responses and template != "qwen3":
+        pytest.skip("for another format")
     tokenizer = load_tokenizer(ModelConfig())
-    tokenizer.chat_template = {"qwen3": QWEN3.read_text(), "llama": LLAMA, "own": tokenizer.chat_template}[template]
-    assert parse_calls(tokenizer, text) == [("f", {"a": [1, "x"]})] * calls
+    templates = {"qwen3": QWEN3.read_text(), "llama": LLAMA, "mistral": MISTRAL, "own": tokenizer.chat_template}
+    tokenizer.chat_template = templates[template]
+    tokenizer.response_template = responses
+    assert parse_calls(tokenizer, text) == calls
+
+
+def test_a_template_may_demand_a_call_before_a_tools_turn(tokenizer):
+    """And an id of nine letters and digits, as Mistral's."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = MISTRAL
+    end = tokenizer.eos_token_id
+    for after, begin in ((end, ""), (0, "<|im_end|>")):
+        ids = observation_ids(tokenizer, '"7"<|im_end|>', after, "tool")
+        assert tokenizer.decode(ids) == begin + '[TOOL_RESULTS]{"content": "\\"7\\"<|im_end|>", "id": "call00000"}'
+        assert ids.count(end) == len(begin) // 10
+    with pytest.raises(ValueError, match="no turns of a user after an assistant"):
+        observation_ids(tokenizer, "7", end)
 
 
 def test_an_observation_cannot_forge_a_turn(tokenizer, sampling):
@@ -386,6 +440,11 @@ def test_rewards_are_the_functions_of_the_last_turn_plus_the_environments(greedy
     none, *_ = total_rewards([ExactMatch()], None, rollout.texts, problems, **rollout.reward_inputs)
     assert none == earned  # problems without an answer
     assert rollout.reward_inputs["completion_ids"] == [[t for t, drawn in row if drawn] for row in rows_of(rollout)]
+    lengths = [len(row) for row in rows_of(rollout)]  # with the observations, as the limit counts them
+    punished = total_rewards([SoftOverlong(100)], None, rollout.texts, problems, max_completion_tokens=128,
+                             **rollout.reward_inputs).by_function["SoftOverlong"]  # fmt: skip
+    assert punished == pytest.approx([-min(1, max(0, length - 28) / 100) for length in lengths])
+    assert min(lengths) > 28
 
 
 # ---------------------------------------------------------------- the commands

@@ -15,8 +15,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from pspo.environments.tools import parse_calls
-from pspo.model.chat import completion_texts, encode, render_prompts
+from pspo.environments.tools import CALL_ID, parse_calls
+from pspo.model.chat import completion_texts, encode, render_prompts, special_pattern
 from pspo.model.find import check_token_ids
 from pspo.rollout import Prompts, Rollout
 from pspo.rollout.sampler import WrappedSampler
@@ -112,7 +112,7 @@ class EnvironmentSampler(WrappedSampler):
     def step(self, episode: Episode, text: str) -> tuple[str, bool]:
         """Give a turn of the model to the environment; returns the observation, and whether the episode is over."""
         environment = episode.environment
-        calls = [parse_calls(self.tokenizer, text)] if hasattr(environment, "tools") else []
+        calls = [parse_calls(self.tokenizer, text, environment.tools)] if hasattr(environment, "tools") else []
         with undo_changes():
             observation, reward, is_done = environment.step(text, *calls)
         number = finite_number(reward)
@@ -132,12 +132,23 @@ def observation_ids(
     What the template writes up to the end token of the model's turn is left out if the model drew this token itself,
     as the last one: ``after``. A stop string's last token is none: it may be in the text between turns, too.
     """
+    words = "\ufdd2"  # of the model; also itself in JSON
+    call = {"id": CALL_ID, "type": "function", "function": {"name": "a_tool", "arguments": {"an_argument": words}}}
     tails = []  # behind the model's words
     for content in ("@@", text):  # which also stands for itself in JSON
-        turns = [("user", "-"), ("assistant", "\0"), (role, content)]
-        chat = [{"role": name, "content": words} for name, words in turns]
-        (rendered,) = render_prompts(tokenizer, [chat], "", tools)
-        tails.append(rendered.partition("\0")[2])
+        chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": words}]
+        turn = {"role": role, "content": content}
+        try:
+            (rendered,) = render_prompts(tokenizer, [[*chat, turn]], "", tools)
+            tails.append(rendered.partition(words)[2])
+        except ValueError:
+            if role != "tool":
+                raise
+            chat[1] = {"role": "assistant", "content": "", "tool_calls": [call]}  # as some templates demand
+            turn |= {"name": "a_tool", "tool_call_id": CALL_ID}
+            (rendered,) = render_prompts(tokenizer, [[*chat, turn]], "", tools)
+            end = special_pattern(tokenizer).search(rendered, rendered.index(words))
+            tails.append(rendered[end.start() :])
     before, ids = encode(tokenizer, [tails[0].partition("@@")[0], tails[1]])
     is_end_token = after in before and after in tokenizer.added_tokens_decoder
     return ids[ids.index(after) + 1 :] if is_end_token else ids

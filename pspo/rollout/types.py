@@ -171,10 +171,11 @@ class Rollout:
 
     @property
     def reward_inputs(self) -> dict[str, list]:
-        """Inputs of rewards other than the texts: sampled token ids, rows that hit the limit, environment rewards."""
+        """Inputs of rewards besides the texts: drawn ids, lengths as the limit counts them, and whether it was hit."""
         lengths = self.loss_mask.sum(dim=1).tolist()
         ids = [row.tolist() for row in self.completion_ids[self.loss_mask].split(lengths)]
         inputs = {"completion_ids": ids, "truncated": (~self.terminated).tolist()}
+        inputs["completion_tokens"] = self.completion_mask.sum(dim=1).tolist()
         if self.environment_rewards is not None:
             inputs["environment_rewards"] = self.environment_rewards
         return inputs

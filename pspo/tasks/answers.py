@@ -36,10 +36,10 @@ _DASHES = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
 _COMMAS = r"(?:(?:,(?:\\![ ]?)?|\{,\})[0-9]{3}(?![0-9]))++"
 _SPACES = r"(?:(?:\\[,;:\ ]|[~'_\u2019\u00a0\u2009\u202f])[0-9]{3}(?![0-9]))++"
 _BLANKS = r"(?:[ ][0-9]{3}(?![0-9]))++(?![ ][0-9])"  # not in a list of numbers
-_INTEGER = rf"(?>[1-9][0-9]{{0,2}}{_COMMAS}|[0-9]++)"  # (?> never gives a comma back
+# (?> never gives a separator back
 _DIGITS = rf"(?>[1-9][0-9]{{0,2}}(?:{_COMMAS}|{_SPACES})|(?<![0-9][ ])[1-9][0-9]{{0,2}}{_BLANKS}|[0-9]++)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*+)?+|(?<![\w.])\.[0-9]++)"
-_ARGUMENT = rf"(?:\{{[ ]*+[-+]?{_INTEGER}[ ]*+\}}|[0-9])"
+_ARGUMENT = rf"(?:\{{[ ]*+[-+]?{_DIGITS}[ ]*+\}}|[0-9])"
 _FRAC = r"\\[dtc]?frac[ ]*+"
 _TIMES = r"[ ]*+(?:\\times|\\cdot|[*×x])[ ]*+"
 _BRACES = r"\{[^{}\n]*+(?:\{[^{}\n]*+(?:\{[^{}\n]*+\}[^{}\n]*+)*+\}[^{}\n]*+)*+\}?+"  # up to three levels deep
@@ -59,7 +59,7 @@ _NUMBER = re.compile(
         (?:\\?[$£€¥₹])?+
     )?+
     (?:
-        (?:(?P<whole>{_INTEGER})(?:[ ]|(?=\\)))?+
+        (?:(?P<whole>{_DIGITS})(?:[ ]|(?=\\)))?+
         (?:
             {_FRAC}(?P<numerator>{_ARGUMENT})[ ]*+(?P<denominator>{_ARGUMENT})
             |(?<![0-9]/)(?P<dividend>{_DECIMAL})/(?P<divisor>{_DECIMAL})(?!/[0-9])
@@ -105,16 +105,10 @@ def _read(match: re.Match[str]) -> Number | None:
     return -value if sign.startswith("-") else value
 
 
-def _plain_minus(text: str) -> str:
-    """The text with `-` for every dash that is written as a sign."""
-    for dash in _DASHES:
-        text = text.replace(dash, "-")
-    return text
-
-
 def _prose(text: str) -> str:
     """The text with one kind of minus, and without what ends a sentence: `It is 42!` holds 42, `#### 5!` does not."""
-    text = _plain_minus(text)
+    for dash in _DASHES:
+        text = text.replace(dash, "-")
     return _EXCLAMATION.sub(lambda match: match[1] or " ", text) if "!" in text else text
 
 
@@ -131,7 +125,7 @@ def find_numbers(text: str) -> Iterator[Number]:
 
 def parse_number(text: str) -> Fraction | None:
     """Return the value of a text that is one number and nothing else, blanks included, or None."""
-    match = _NUMBER.fullmatch(_plain_minus(text))
+    match = _NUMBER.fullmatch(_prose(text))
     number = _read(match) if match else None
     return None if number is None else Fraction(number)
 

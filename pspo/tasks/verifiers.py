@@ -45,7 +45,7 @@ class ExactMatch(Reward):
 class SoftOverlong(Reward):
     """Punish completions that come close to the token limit: DAPO's soft overlong punishment.
 
-    With length n, limit L = ``max_tokens`` and B = ``buffer``:
+    With length n, an episode's with its observations, limit L = ``max_tokens`` and B = ``buffer``:
 
         0 if n <= L - B;  (L - B - n) / B if L - B < n <= L;  -1 if n > L      (Yu et al. 2025, 2503.14476, eq. 13)
     """
