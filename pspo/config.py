@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pspo import losses
-from pspo.tasks.datasets import has_text_answers, test_share
+from pspo.tasks.datasets import has_text_answers, holdout_share
 from pspo.tasks.files import local_path
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
@@ -446,7 +446,7 @@ class TrainConfig:
             object.__setattr__(self, "algorithm", replace(self.algorithm, correction=correction))
         holdout = self.data.holdout
         if self.data.is_own and self.run.test_limit:
-            holdout = test_share(Path(self.data.path), holdout)
+            holdout = holdout_share(Path(self.data.path), holdout)
             if holdout is None:  # nothing to test on
                 object.__setattr__(self, "run", replace(self.run, test_limit=0))
         object.__setattr__(self, "data", replace(self.data, holdout=holdout or 0.0))

@@ -78,10 +78,8 @@ def join_parts(chat: Messages, render: Callable[[Messages], str]) -> Messages:
 @lru_cache
 def clock_macro() -> str:
     """A template's `strftime_now` that stands at `DATE`: a resumed run has the same prompts, whatever the date is."""
-    replacements = ""
-    for directive in "aAbBcCdDeFfGhHIjmMpRSTuUVwWxXyYzZ":
-        for written in (f"%{directive}", f"%-{directive}"):
-            replacements += f".replace({written!r}, {DATE.strftime(written)!r})"
+    written = [f"%{flag}{directive}" for directive in "aAbBcCdDeFfGhHIjmMpRSTuUVwWxXyYzZ" for flag in ("", "-")]
+    replacements = "".join(f".replace({form!r}, {DATE.strftime(form)!r})" for form in written)
     part = "{{ '' if loop.first else '%' }}{{ part" + replacements + " }}"
     loop = "{% for part in format.split('%%') %}" + part + "{% endfor %}"
     return "{% macro strftime_now(format) %}" + loop + "{% endmacro %}"
@@ -109,10 +107,7 @@ def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     """Token ids of rendered prompts. Raises ValueError for special tokens that the tokenizer cannot encode as text."""
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    for i, text in enumerate(texts):
-        if TEXT in text:
-            encoded[i] = encode_marked(tokenizer, text)
-    return encoded
+    return [encode_marked(tokenizer, text) if TEXT in text else encoded[i] for i, text in enumerate(texts)]
 
 
 def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -19,7 +19,7 @@ from pspo.model.find import check_token_ids, load_model_config, room_for_prompts
 from pspo.rollout.types import Rollout
 from pspo.tasks import Problem, check_rewards, load_problems
 from pspo.tasks.environment import MakeEnvironment
-from pspo.tasks.problem import SYSTEM_PROMPT, Messages, beginning
+from pspo.tasks.problem import SYSTEM_PROMPT, Messages, content_text
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,10 @@ def load_prompts(
     marked = sum(TEXT in texts[i] for i in fits)
     if marked:
         print(f"{config.name} {split}: special tokens in {marked:,} of {len(fits):,} prompts are text")
-    beginnings = [beginning(prompt) for prompt in prompts]
+    beginnings = []
+    for prompt in prompts:
+        is_begun = isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
+        beginnings.append(content_text(prompt[-1]) if is_begun else "")
     begun = sum(map(bool, beginnings))
     if begun:
         print(f"{config.name} {split}: {begun:,} of {len(texts):,} prompts end in a turn of the assistant to continue")

@@ -49,16 +49,11 @@ def problems(split: str, seed: int = 0) -> Iterator[Problem]:
 
     `category` is the operations in order ("multiply, add"), `level` the number of steps ("1 step" ...).
     """
-    rng = split_rng(split, seed)
+    rng = random.Random(f"{split} {seed}")  # seeding with a str does not depend on PYTHONHASHSEED
     while True:
         problem = _draw(rng)
         if split_of(problem.prompt) == split:
             yield problem
-
-
-def split_rng(split: str, seed: int) -> random.Random:
-    """Return the random generator of a split's problems."""
-    return random.Random(f"{split} {seed}")  # seeding with a str does not depend on PYTHONHASHSEED
 
 
 def split_of(prompt: str) -> str:
@@ -78,11 +73,7 @@ def _draw(rng: random.Random) -> Problem:
     boxed = rng.random() < 0.3  # the first step is the opening's product
     last = rng.choice("+-*/") if steps > boxed and rng.random() < 0.4 else ""  # the last is about others
     middle = [rng.choice("+-") for _ in range(steps - boxed - bool(last))]
-    ops = middle
-    if boxed:
-        ops = ["*", *ops]
-    if last:
-        ops = [*ops, last]
+    ops = [*("*" if boxed else ""), *middle, *last]
 
     first = rng.randint(2, 10 if boxed else MAX_NUMBER)
     value = first

@@ -6,12 +6,13 @@ user        784
 assistant   #### 784
 """
 
+import random
 import re
 from collections.abc import Iterator
 from fractions import Fraction
 
 from pspo.tasks.answers import after_thoughts
-from pspo.tasks.arithmetic import APPLY, WORDS, split_of, split_rng
+from pspo.tasks.arithmetic import APPLY, WORDS, split_of
 from pspo.tasks.problem import Problem
 
 _CALL = re.compile(r"<calc>([^<]{1,200})</calc>")
@@ -20,7 +21,7 @@ _SUM = re.compile(r"(\d{1,12}) ?([-+*/]) ?(\d{1,12})", re.ASCII)
 
 def problems(split: str, seed: int = 0) -> Iterator[Problem]:
     """Yield problems of a split ("train", "validation", "test") without end, the same for the same seed."""
-    rng = split_rng(split, seed)
+    rng = random.Random(f"{split} {seed}")
     while True:
         op = rng.choice("+-")
         a = rng.randint(200, 899)

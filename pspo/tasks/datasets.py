@@ -16,20 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pspo.tasks import files
 from pspo.tasks.answers import MAX_DIGITS
 from pspo.tasks.arithmetic import SPLITS
-from pspo.tasks.files import (
-    READERS,
-    Record,
-    file_format,
-    local_path,
-    nested_value,
-    optional_text,
-    plain,
-    read_prompt,
-    read_records,
-    table_records,
-)
 from pspo.tasks.problem import AnswerKind, Problem, content_text
 from pspo.tasks.sources import GENERATED, NAMES, Source, default_answer_kind, find_source, parse_gold
 
@@ -44,7 +33,7 @@ class Part(NamedTuple):
 
     name: str
     place: str
-    records: Iterable[Record]
+    records: Iterable[files.Record]
 
 
 def group_by_split(parts: list[Part], splits: dict[str, str]) -> dict[str, list[Part]]:
@@ -60,27 +49,27 @@ def group_by_split(parts: list[Part], splits: dict[str, str]) -> dict[str, list[
 
 def local_parts(path: Path, skip: str = "") -> list[Part]:
     """A file; or the files of a folder by their place, hidden ones and those with ``skip`` in their path left out."""
-    if path.is_file() and file_format(path):
-        return [Part(path.name, str(path), read_records(path))]
+    if path.is_file() and files.file_format(path):
+        return [Part(path.name, str(path), files.read_records(path))]
     parts = []
     for file in sorted(path.rglob("*")):
         place = file.relative_to(path)
         hidden = any(part.startswith(".") for part in place.parts)
-        if file_format(file) and not hidden and not (skip and skip in str(place)):
-            parts.append(Part(str(place), str(file), read_records(file)))
+        if files.file_format(file) and not hidden and not (skip and skip in str(place)):
+            parts.append(Part(str(place), str(file), files.read_records(file)))
     if not parts:
-        raise ValueError(f"{path} holds no {', '.join(READERS)} file; check --data.path")
+        raise ValueError(f"{path} holds no {', '.join(files.READERS)} file; check --data.path")
     return parts
 
 
 def has_text_answers(path: Path, column: str) -> bool:
     """True if a local file or folder has gold answers, and none of the first 1,000 is a number."""
-    values = (nested_value(record, column) for part in local_parts(path) for record in part.records)
+    values = (files.nested_value(record, column) for part in local_parts(path) for record in part.records)
     golds = [parse_gold(str(value)) for value in islice((value for value in values if value not in (None, "")), 1000)]
     return bool(golds) and not any(gold is not None for gold in golds)
 
 
-def test_share(path: Path, holdout: float | None) -> float | None:
+def holdout_share(path: Path, holdout: float | None) -> float | None:
     """Share of a local file's or folder's problems that becomes test; None if there is no test.
 
     Unset, it is a fifth where there is a single split of at least 50 problems; 0 leaves the splits as they are named.
@@ -109,7 +98,7 @@ def hub_parts(source: Source) -> list[Part]:
         for split, table in tables.items():
             place = " ".join(filter(None, (source.hub_id, config, split)))
             batches = table.with_format("arrow").iter(1000)  # an image is its bytes, and no object of this process
-            parts.append(Part(split, place, (record for batch in batches for record in table_records(batch))))
+            parts.append(Part(split, place, (record for batch in batches for record in files.table_records(batch))))
     return parts
 
 
@@ -135,34 +124,20 @@ def validation_prompts(problems: list[Problem], train_size: int | None) -> set[s
     return prompts
 
 
-def parse_answers(drafts: list[Problem], kind: AnswerKind) -> list[Problem]:
-    """Turn gold answers from text into the kind asked for; leave out problems that have none."""
-    if kind == "none":
-        return [replace(draft, answer=None) for draft in drafts]
-    if kind == "text":
-        return [draft for draft in drafts if draft.answer]
-    problems = []
-    for draft in drafts:
-        answer = parse_gold(draft.answer)
-        if answer is not None and max(abs(answer.numerator), answer.denominator) < 10**MAX_DIGITS:  # not 1e5000
-            problems.append(replace(draft, answer=answer))
-    return problems
-
-
-def read_problem(source: Source, name: str, kind: AnswerKind, record: Record) -> Problem:
+def read_problem(source: Source, name: str, kind: AnswerKind, record: files.Record) -> Problem:
     """A problem of a record, its gold answer still as text."""
     columns = source.prompt
     if columns == ("prompt",) and "prompt" not in record and "messages" in record:
         columns = ("messages",)
-    category = optional_text(record, source.category)
+    category = files.optional_text(record, source.category)
     return Problem(
-        prompt=read_prompt(record, columns),
+        prompt=files.read_prompt(record, columns),
         answer=source.read_gold(record, kind).strip(),
-        fields={column: plain(value) for column, value in record.items() if column not in columns},
+        fields={column: files.plain(value) for column, value in record.items() if column not in columns},
         source=name,
         category=MISSPELT.get(category, category),
-        level=optional_text(record, source.level),
-        solution=optional_text(record, source.solution),
+        level=files.optional_text(record, source.level),
+        solution=files.optional_text(record, source.solution),
     )
 
 
@@ -204,6 +179,25 @@ def read_split(
             held_out = validation_prompts(drafts, source.train_size)
             drafts = [draft for draft in drafts if (repr(draft.prompt) in held_out) == (split == "validation")]
     return drafts
+
+
+def parse_answers(drafts: list[Problem], kind: AnswerKind, name: str, split: str, place: Path | str) -> list[Problem]:
+    """Turn gold answers from text into the kind asked for; problems without one are left out, and counted in a line."""
+    if kind == "none":
+        return [replace(draft, answer=None) for draft in drafts]
+    problems = []
+    for draft in drafts:
+        answer = parse_gold(draft.answer) if kind == "number" else draft.answer or None
+        is_long = kind == "number" and answer and max(abs(answer.numerator), answer.denominator) >= 10**MAX_DIGITS
+        if answer is not None and not is_long:  # such as 1e5000
+            problems.append(replace(draft, answer=answer))
+    what = "a numeric answer" if kind == "number" else "an answer"
+    if not problems:
+        fix = "check --data.columns and --data.answer_kind (number, text or none)"
+        raise ValueError(f"{place}: none of {len(drafts):,} {split} problems has {what}; {fix}")
+    if len(problems) < len(drafts):
+        print(f"{name} {split}: {len(problems):,} of {len(drafts):,} problems have {what}")
+    return problems
 
 
 def load_problems(
@@ -255,21 +249,14 @@ def load_problems(
             source = find_source(part, columns or {}, hub or {})
             if path is None and part == "file":
                 raise ValueError("--data.name file needs --data.path: a file or folder of yours")
-            source_path = None if path is None else local_path(path)
+            source_path = None if path is None else files.local_path(path)
             if source_path and (len(names) > 1 or (source_path / part).is_dir()):
                 source_path = source_path / part
             place = source_path or source.hub_id
             drafts = read_split(source, part, kind, split, source_path, seed, holdout)
         if not drafts:
             raise ValueError(f"{place}: too few problems for a {split} split; add some, or change --data.holdout")
-        answered = parse_answers(drafts, kind)
-        what = "a numeric answer" if kind == "number" else "an answer"
-        if not answered:
-            fix = "check --data.columns and --data.answer_kind (number, text or none)"
-            raise ValueError(f"{place}: none of {len(drafts):,} {split} problems has {what}; {fix}")
-        if len(answered) < len(drafts):
-            print(f"{part} {split}: {len(answered):,} of {len(drafts):,} problems have {what}")
-        problems += answered
+        problems += parse_answers(drafts, kind, part, split, place)
     if len(names) > 1 and split != "test":
         random.Random(seed).shuffle(problems)
     if split == "test" and limit and limit < len(problems):

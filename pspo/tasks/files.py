@@ -11,7 +11,6 @@ import math
 import os
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -92,7 +91,7 @@ def file_format(path: Path) -> str:
     return suffix if suffix in READERS else ""
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
+def read_records(path: Path) -> Iterator[Record]:
     """Yield all records of a file; ValueError names the file, and the line or record, that is wrong."""
     try:
         for number, record in enumerate(READERS[file_format(path)](path), 1):
@@ -119,28 +118,24 @@ def read_text(path: Path) -> str:
     raise ValueError(f"the text is not UTF-8 but probably {encoding}: iconv -f {encoding} -t UTF-8 converts it")
 
 
-def check_columns(names: Iterable[str]) -> None:
-    """Raise ValueError for a column that is there twice."""
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ValueError(f"column {twice[0]!r} is there twice: rename or remove one")
-
-
-def table_records(table: Any) -> list[dict[str, Any]]:
-    """The rows of a pyarrow table."""
-    check_columns(table.schema.names)
-    return [{name: without_gaps(value) for name, value in row.items()} for row in table.to_pylist()]
-
-
-def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        check_columns(name for name, _ in pairs)
+def to_record(pairs: Iterable[tuple[str, Any]]) -> Record:
+    """The values by column; ValueError for a column that is there twice."""
+    record: Record = {}
+    for column, value in pairs:
+        if column in record:
+            raise ValueError(f"column {column!r} is there twice: rename or remove one")
+        record[column] = value
     return record
 
 
+def table_records(table: Any) -> Iterator[Record]:
+    """The rows of a pyarrow table."""
+    for row in zip(*[column.to_pylist() for column in table.columns], strict=True):
+        yield to_record(zip(table.schema.names, map(without_gaps, row), strict=True))
+
+
 def _parse_json(text: str) -> Any:  # JSON has no NaN
-    return json.loads(text, parse_float=Decimal, parse_constant=lambda _: None, object_pairs_hook=_json_object)
+    return json.loads(text, parse_float=Decimal, parse_constant=lambda _: None, object_pairs_hook=to_record)
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
@@ -160,25 +155,24 @@ def _read_json(path: Path) -> list[Any]:
     return content if isinstance(content, list) else [content]  # MATH's original has one file per problem
 
 
-def _read_csv(path: Path) -> Iterator[dict[str, str]]:
+def _read_csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(sys.maxsize)  # by default 131,072 characters
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)  # a quote that stays open is an error
     header = next(reader, [])
-    check_columns(header)
     for cells in filter(None, reader):
         if len(cells) != len(header):
-            number = f"line {reader.line_num} has {len(cells)} cells, and the header {len(header)} columns"
-            raise ValueError(f"{number}; quote cells that hold commas")
-        yield dict(zip(header, cells, strict=True))
+            sizes = f"{len(cells)} cells, and the header {len(header)} columns"
+            raise ValueError(f"line {reader.line_num} has {sizes}; quote cells that hold commas")
+        yield to_record(zip(header, cells, strict=True))
 
 
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
+def _read_parquet(path: Path) -> Iterator[Record]:
     import pyarrow.parquet  # slow to import
 
     return table_records(pyarrow.parquet.ParquetFile(path).read())
 
 
-def _read_asdiv_xml(path: Path) -> Iterator[dict[str, str]]:
+def _read_asdiv_xml(path: Path) -> Iterator[Record]:
     for problem in ElementTree.parse(path).getroot().iter("Problem"):
         columns = {child.tag.lower().replace("-", "_"): "".join(child.itertext()) for child in problem}  # as on the hub
         yield columns | {"grade": problem.get("Grade", "")}

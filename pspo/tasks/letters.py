@@ -7,9 +7,10 @@ A word has 3 to 6 letters, in syllables of a consonant, a vowel and sometimes an
 decides a problem's split: train, validation and test share no word, for any seeds.
 """
 
+import random
 from collections.abc import Iterator
 
-from pspo.tasks.arithmetic import split_of, split_rng
+from pspo.tasks.arithmetic import split_of
 from pspo.tasks.problem import Problem
 
 CONSONANTS = "bcdfghjklmnpqrstvwxyz"
@@ -25,7 +26,7 @@ TASKS = {  # what is asked -> category
 
 def problems(split: str, seed: int = 0) -> Iterator[Problem]:
     """Yield problems of a split ("train", "validation", "test") without end, the same for the same seed."""
-    rng = split_rng(split, seed)
+    rng = random.Random(f"{split} {seed}")
     while True:
         length = rng.choice(LENGTHS)
         word = ""

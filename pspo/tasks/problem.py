@@ -42,21 +42,14 @@ class Problem:
 
 def content_text(turn: dict[str, Any]) -> str:
     """The text of a turn, its parts joined, "" without any; ValueError for a part of another kind."""
-    content = turn.get("content")
-    if not isinstance(content, list):
-        return content or ""
-    for part in content:
+    content = turn.get("content") or ""
+    if isinstance(content, str):
+        return content
+    for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f'a part of a turn must be {{"type": "text", "text": "..."}}, not of type {kind}')
     return "".join(part["text"] for part in content)
-
-
-def beginning(prompt: str | Messages) -> str:
-    """The text of the assistant's last turn in a prompt, which the model continues; "" without one."""
-    if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
-        return ""
-    return content_text(prompt[-1])
 
 
 def check_chat(chat: Messages) -> None:
@@ -65,7 +58,7 @@ def check_chat(chat: Messages) -> None:
         raise ValueError(f"a prompt, also an environment's, must be a text or a list of turns, not {chat!r:.80}")
     for number, turn in enumerate(chat, 1):
         is_turn = isinstance(turn, dict) and isinstance(turn.get("role"), str)
-        if not is_turn or not (isinstance(turn.get("content"), str | list) or turn.get("tool_calls")):
+        if not is_turn or not (isinstance(turn.get("content"), str) or turn.get("content") or turn.get("tool_calls")):
             raise ValueError(f'turn {number} of the list must be {{"role": "...", "content": "..."}}, not {turn!r:.80}')
         content_text(turn)
     roles = ("user", "tool", "assistant")
