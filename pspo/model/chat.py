@@ -5,12 +5,11 @@ around it. `encode` puts `TOKEN` before those, takes `TEXT` out again, and encod
 are the ones that begin with `TOKEN`.
 """
 
-import contextlib
 import copy
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +18,7 @@ from pspo.tasks.problem import SYSTEM_PROMPT, Messages, check_chat, content_text
 
 TEXT = "\ufdd0"  # two of Unicode's noncharacters
 TOKEN = "\ufdd1"
+PARTS = re.compile(r"""\.text\b|\[['"]text['"]\]""")  # in templates that write the parts of a content
 DATE = datetime(2024, 7, 26)  # Llama's templates print it if there is no clock
 
 
@@ -46,33 +46,24 @@ def render_prompts(
         template = tokenizer.get_chat_template(tools=tools)
         if "strftime_now" in template:
             template = f"{clock_macro()}\n{template}"
-        render = partial(tokenizer.apply_chat_template, chat_template=template, tools=tools, tokenize=False)
         texts = []
         for chat in chats:
+            if not PARTS.search(template):
+                chat = [turn | {"content": content_text(turn)} if turn.get("content") else turn for turn in chat]
             is_begun = chat[-1]["role"] == "assistant"
-            joined = join_parts(chat, render)
-            texts.append(render(joined, add_generation_prompt=not is_begun, continue_final_message=is_begun))
+            text = tokenizer.apply_chat_template(
+                chat,
+                chat_template=template,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=not is_begun,
+                continue_final_message=is_begun,
+            )
+            texts.append(text)
         return texts
     except Exception as error:  # a template is a program that comes with the model
         fix = "if it knows no system turn, set --data.system_prompt ''; --data.chat_template brings another template"
         raise ValueError(f"the chat template of {tokenizer.name_or_path} failed ({error}); {fix}") from error
-
-
-def join_parts(chat: Messages, render: Callable[[Messages], str]) -> Messages:
-    """The chat with one text in place of a turn's parts, unless the template writes parts itself."""
-    probe = []
-    n_parts = 0
-    for turn in chat:
-        if isinstance(turn.get("content"), list):
-            n_parts += len(turn["content"])
-            turn = turn | {"content": [part | {"text": "\0"} for part in turn["content"]]}
-        probe.append(turn)
-    if n_parts == 0:
-        return chat
-    with contextlib.suppress(Exception):  # of a template that adds up texts
-        if render(probe).count("\0") == n_parts:
-            return chat
-    return [turn | {"content": content_text(turn)} if turn.get("content") else turn for turn in chat]
 
 
 @lru_cache
