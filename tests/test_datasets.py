@@ -136,7 +136,8 @@ def compress(path: Path) -> Path:
 )
 def test_own_file_in_every_format(tmp_path, suffix):
     values, path = ["0.1", "-7", "1,234", "3/4"], tmp_path / f"own.{suffix}"
-    table = pandas.DataFrame({"q": [f"Say «{n}»\u2028please" for n in values], "a": values, "level": "easy"})
+    prompts = [f"  Say «{n}»\u2028please\n" for n in [*values[:3], "x" * 200_000]]  # longer than a csv's field may be
+    table = pandas.DataFrame({"q": prompts, "a": values, "level": "easy"})
     if "json" in suffix:
         text = table.to_json(orient="records", lines="jsonl" in suffix, force_ascii=False)
         path.write_text(f'{{"data": {text}}}' if "data" in suffix else text, encoding="utf-8")
@@ -147,7 +148,8 @@ def test_own_file_in_every_format(tmp_path, suffix):
     problems = load_problems("file", "test", compress(path), columns={"prompt": "q", "answer": "a"})
     assert answers(problems) == [Fraction(1, 10), -7, 1234, Fraction(3, 4)]
     fields = {"a": "0.1", "level": "easy"}
-    assert problems[0] == Problem("Say «0.1»\u2028please", Fraction(1, 10), fields, source="file", level="easy")
+    assert problems[0] == Problem(prompts[0], Fraction(1, 10), fields, source="file", level="easy")
+    assert problems[3].prompt == prompts[3]
 
 
 def test_numbers_stay_exact(tmp_path):
@@ -169,7 +171,8 @@ def test_splits_of_a_folder(tmp_path):
     write_jsonl(tmp_path / "my_test.jsonl", numbered(2, start=20))
     write_jsonl(tmp_path / "latest.jsonl", numbered(2, start=30))  # names no split where others do
     write_jsonl(tmp_path / ".cache" / "test.jsonl", numbered(2, start=40))
-    assert answers(load_problems("file", "test", tmp_path)) == [20, 21]
+    for holdout in (0, 0.9):  # only divides a single split
+        assert answers(load_problems("file", "test", tmp_path, holdout=holdout)) == [20, 21]
     assert answers(load_problems("file", "validation", tmp_path)) == [10, 11]
     assert sorted(answers(load_problems("file", "train", tmp_path))) == list(range(6))
 
@@ -186,15 +189,9 @@ def test_validation_is_held_out_of_train(tmp_path, name, rows, held_out):
     assert len(validation) == held_out
     assert sorted(answers(train) + answers(validation)) == list(range(rows))
     assert answers(train) != sorted(answers(train)) or rows == 2
-
-
-def test_the_seed_decides_order_and_held_out_part(tmp_path):
-    path = write_jsonl(tmp_path / "train.jsonl", numbered(200))
-    first, again, other = (load_problems("file", "train", path, seed=seed) for seed in (1, 1, 2))
-    assert first == again
-    assert first != other
-    assert set(first) != set(other)
-    assert load_problems("file", "train", path, seed=1, limit=7) == first[:7]
+    other = load_problems(name, "train", path, seed=1, limit=7, **columns)
+    assert other == load_problems(name, "train", path, seed=1, **columns)[:7]
+    assert other != train[:7] or rows == 2
 
 
 def test_what_is_named_for_nothing_is_test_and_never_trained_on(tmp_path):
@@ -298,10 +295,7 @@ def test_an_image_of_the_hub_is_the_same_in_every_process(monkeypatch):
 
     def fingerprint(colour: str) -> str:
         table = {"prompt": ["Which colour?"], "answer": [1], "image": [Image.new("RGB", (2, 2), colour)]}
-        features = datasets.Features(
-            prompt=datasets.Value("string"), answer=datasets.Value("int64"), image=datasets.Image()
-        )
-        split = datasets.Dataset.from_dict(table, features=features)
+        split = datasets.Dataset.from_dict(table)
         monkeypatch.setattr("datasets.load_dataset", lambda *where, revision: {"test": split})
         return Prompts(load_problems("me/colours", "test"), [[5]]).fingerprint()
 
@@ -369,35 +363,19 @@ def test_your_file_from_another_trainer(tmp_path, suffix, record, columns):
     assert problems[0].fields == {name: value for name, value in record.items() if name != prompt_column}
 
 
-def test_a_prompt_keeps_its_outer_blanks(tmp_path):
-    """As the same text does in a chat; two columns are joined by one blank."""
-    text = "    x = 1\n  print(x)\n"
-    chat = [{"role": "user", "content": text}]
-    file = write_jsonl(tmp_path / "test.jsonl", [{"prompt": prompt, "answer": " 1 "} for prompt in (text, chat)])
-    problems = load_problems("file", "test", file)
-    assert [(problem.prompt, problem.answer) for problem in problems] == [(text, 1), (chat, 1)]
-
-
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi, TOM?"}]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_chats_are_prompts(tmp_path, suffix):
-    path, named = tmp_path / f"own.{suffix}", [{"role": "user", "content": "Hi", "name": "Ann"}]
-    table = pandas.DataFrame({"prompt": [CHAT, named], "answer": ["a", "b"]})
-    table.to_json(path, orient="records", lines=True) if suffix == "jsonl" else table.to_parquet(path)
-    assert [p.prompt for p in load_problems("file", "test", path, answer_kind="text")] == [CHAT, named]
-
-
-def test_calls_keep_their_own_arguments(tmp_path):
-    """A table's column of calls has the arguments of all of them, None where a call lacks one."""
-    chats = []
+    """A table gives every turn and call the keys of all the others, None where one lacks it."""
+    chats = [CHAT, [{"role": "user", "content": " Hi\n", "name": "Ann"}]]
     for arguments in ({"city": "Rome"}, {"zone": "CET"}):
         call = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
-        turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "7"}]
-        chats.append([{"role": "user", "content": "?"}, *turns])
-    path = tmp_path / "own.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": chat, "answer": 7} for chat in chats]), path)
+        chats.append([CHAT[1], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "7"}])
+    rows = [{"prompt": chat, "answer": 7} for chat in chats]
+    path = tmp_path / f"own.{suffix}"
+    write_jsonl(path, rows) if suffix == "jsonl" else pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     assert [problem.prompt for problem in load_problems("file", "test", path)] == chats
 
 
@@ -429,19 +407,18 @@ def test_a_malformed_file_is_named_with_the_record_and_the_column(tmp_path, name
     assert all(part in str(error.value) for part in named), error.value
 
 
-def single(tmp_path, problems: int = 400) -> Path:
-    """A file without a split in its name; every tenth problem is there twice, in other spelling."""
-    lines = [{"prompt": f"Tom has {n} apples, and eats {n % 7}.", "answer": n} for n in range(problems)]
-    again = [{"prompt": f"TOM has {n}  apples and eats {n % 7}!", "answer": n} for n in range(0, problems, 10)]
-    return write_jsonl(tmp_path / "problems.jsonl", lines + again)
-
-
 def words(problems: list[Problem]) -> set[str]:
-    return {" ".join(re.findall("[a-z0-9]+", problem.prompt.lower())) for problem in problems}
+    texts = [p.prompt if isinstance(p.prompt, str) else p.prompt[0]["content"] for p in problems]
+    return {" ".join(re.findall("[a-z0-9]+", text.lower())) for text in texts}
 
 
 def test_holdout_makes_train_validation_and_test_that_share_no_problem(tmp_path):
-    file = single(tmp_path)
+    """Every tenth problem is there twice, as a chat in other spelling."""
+    rows = [{"prompt": f"Tom has {n} apples, and eats {n % 7}.", "answer": n} for n in range(400)]
+    for n in range(0, 400, 10):
+        turn = {"role": "user", "content": f"TOM has {n}  apples and eats {n % 7}!"}
+        rows.append({"prompt": [turn], "answer": n})
+    file = write_jsonl(tmp_path / "problems.jsonl", rows)  # names no split
     parts = {split: load_problems("file", split, file, holdout=0.3) for split in SPLITS}
     assert sum(map(len, parts.values())) == 440
     assert len(parts["test"]) / 440 == pytest.approx(0.3, abs=0.07)  # three standard deviations of 440 draws
@@ -454,28 +431,11 @@ def test_holdout_makes_train_validation_and_test_that_share_no_problem(tmp_path)
 
 
 def test_equal_prompts_are_on_one_side(tmp_path):
-    """200 rows of 40 problems: validation takes whole groups of five."""
+    """200 rows of 40 problems: validation, too, takes whole groups of five."""
     file = write_jsonl(tmp_path / "train.jsonl", numbered(40) * 5)
-    train, validation, test = (
-        {problem.prompt for problem in load_problems("file", split, file, holdout=0.2)} for split in SPLITS
-    )
-    assert len(train) + len(validation) + len(test) == 40
+    parts = [words(load_problems("file", split, file, holdout=0.2)) for split in SPLITS]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 40
     assert len(load_problems("file", "validation", file)) == 10  # 5% of the rows, as where all prompts differ
-
-
-def test_holdout_goes_by_the_words_of_a_chat(tmp_path):
-    chats = [[{"role": "user", "content": f"Say {n % 50}{'!' * (n // 50)}"}] for n in range(100)]
-    file = write_jsonl(tmp_path / "own.jsonl", [{"prompt": chat} for chat in chats])
-    parts = [load_problems("file", split, file, holdout=0.5, answer_kind="none") for split in SPLITS]
-    said = [{re.sub("!", "", problem.prompt[0]["content"]) for problem in part} for part in parts]
-    assert sum(map(len, parts)) == 100
-    assert not (said[0] | said[1]) & said[2]
-
-
-def test_holdout_leaves_published_splits_alone(tmp_path):
-    for split in ("train", "test"):
-        write_jsonl(tmp_path / f"{split}.jsonl", numbered(2))
-    assert len(load_problems("file", "test", tmp_path, holdout=0.9)) == 2
 
 
 @pytest.mark.parametrize(("suffix", "encoding"), [("jsonl", "Latin-1"), ("json", "UTF-16"), ("csv", "UTF-16-LE")])
@@ -485,10 +445,3 @@ def test_another_encoding_is_named_with_the_file(tmp_path, suffix, encoding):
     named = rf"own\.{suffix}: .*not UTF-8 but probably {encoding.removesuffix('-LE')}"
     with pytest.raises(ValueError, match=named):
         load_problems("file", "test", tmp_path / f"own.{suffix}")
-
-
-def test_long_fields_of_a_csv_are_read(tmp_path):
-    prompt = "x" * 200_000
-    (tmp_path / "own.csv").write_text(f"prompt,answer\n{prompt},1\n")
-    (problem,) = load_problems("file", "test", tmp_path / "own.csv")
-    assert problem.prompt == prompt
