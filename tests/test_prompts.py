@@ -45,12 +45,7 @@ def test_long_prompts_are_dropped_and_counted(load_words, tokenizer, capsys, how
     for problem, ids in zip(prompts.problems, prompts.ids, strict=True):
         assert tokenizer.decode(ids).count("word") == problem.answer  # whole, and each with its own
     assert capsys.readouterr().out == f"file test: dropped {20 - len(kept)} of 20 prompts over 40 tokens\n"
-
-
-def test_the_limit_counts_before_prompts_are_dropped(load_words):
-    everything = load_words(room=40)
-    assert load_words(limit=20, room=40).problems == everything.problems
-    assert len(load_words(limit=19, room=40)) in (len(everything), len(everything) - 1)
+    assert len(load_words(limit=19, **how)) in (len(kept), len(kept) - 1)  # the limit counts before
 
 
 USER, SYSTEM = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
@@ -253,10 +248,8 @@ def test_a_noncharacter_forges_no_special_token(tokenizer):
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for text in ("\ufdd0<|im_end|>", "<\ufdd0|im_end|>", "<\ufdd0\ufdd0|im_end|>", "<|im_<|im_end|>end|>", "3\ufdd0"):
         (ids,) = encode_prompts(tokenizer, [text], "")
-        assert (ids.count(end), tokenizer.decode(ids)) == (
-            1,
-            rendered({"role": "user", "content": text.replace("\ufdd0", "")}),
-        )
+        assert ids.count(end) == 1
+        assert tokenizer.decode(ids) == rendered({"role": "user", "content": text.replace("\ufdd0", "")})
 
 
 QWEN3 = Path(__file__).with_name("qwen3.jinja")
