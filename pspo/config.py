@@ -233,7 +233,8 @@ class RewardConfig(Section, name="reward"):
         weights: one weight per function; unset, all 1
         timeout: seconds a function may take per rollout; 0 for no limit
         on_error: if a function fails: raise ends the run, none gives the affected completions advantage 0
-        workers: processes of their own that share the completions; 0 calls functions in the training process
+        workers: processes of their own that share the completions, but no state of a function; 0 calls functions in the
+            training process
     """
 
     functions: list[Reward | Callable] = field(default_factory=lambda: [MathReward()])

@@ -85,7 +85,8 @@ def test_total_is_the_weighted_sum():
     [
         ([1.0], "Returns: returned: 1 values for 2 completions"), ([1.0, "1"], "returned '1' for completion 1"),
         ([float("nan"), 1.0], "returned nan for completion 0"), (1.0, "Returns returned 1.0"),
-        ([1.0, 10**400], "beyond 1e.15 for completion 1"), ([1.0, 1e39], "returned 1e.39 for completion 1"),
+        ([1.0, 10**400], "completion 1; it must be None or a number up to 1e.15"),
+        ([1.0, 1e39], "returned 1e.39 for completion 1"),
         ([torch.ones(2), 1.0], "returned tensor"),
     ],
 )  # fmt: skip
@@ -120,38 +121,18 @@ def test_a_reward_that_exits_has_failed(workers):
     assert message in str(failures["Leaves"])
 
 
-def torch_state():
-    denormal = torch.full((), 1e-40, dtype=torch.float32, device="cpu")
-    return (torch.is_grad_enabled(), torch.get_float32_matmul_precision(), (denormal * 1).item() == 0,
-            torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(),
-            torch.are_deterministic_algorithms_enabled())  # fmt: skip
-
-
-def changes_torch(completions):
-    torch.set_grad_enabled(False)
-    torch.set_float32_matmul_precision("medium")
-    torch.set_flush_denormal(True)
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    torch.set_num_threads(torch.get_num_threads() + 1)
-    torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
-    return [1.0] * len(completions)
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_a_reward_that_changes_torchs_state_changes_it_for_itself(raises):
-    """Else it would stop gradients, or change the run's numbers without a word."""
-    before = torch_state()
-
+@pytest.mark.parametrize("result", [[1.0], []])
+def test_a_reward_that_turns_gradients_off_does_so_for_itself(result):
     def reward(completions):
-        changes_torch(completions)
-        changed = torch_state()
-        assert all(one != other for one, other in zip(before, changed, strict=True))
-        return [] if raises else [1.0]
+        torch.set_grad_enabled(False)
+        os.chdir("/")
+        return result
 
+    before = os.getcwd()
     with contextlib.suppress(ValueError):
         total_rewards([reward], None, *batch(("#### 5", 5)))
-    assert torch_state() == before
+    assert torch.is_grad_enabled()
+    assert os.getcwd() == before
 
 
 # --- what a reward may ask for ----------------------------------------------------------------------------------------
@@ -193,7 +174,7 @@ def test_a_function_gets_what_it_names_and_nothing_else():
     ("reward", "message"),
     [
         (lambda completions, hnit: [], ": missing a required argument: 'hnit'; there is only answer, .*, hint, level"),
-        (lambda completions, /: [], " has parameters before a /.*: rewards are called by names, so remove the /$"),
+        (lambda completions, /: [], ": 'completions' parameter is positional only"),
     ],
 )
 def test_what_is_not_there_or_has_no_name_is_refused(reward, message):
@@ -302,22 +283,6 @@ def test_async_functions_run_in_a_notebook():
 WORK = """
 import array, asyncio, os, time
 
-def catches_all(completions):
-    while True:
-        try:
-            time.sleep(60)
-        except BaseException:
-            pass
-
-def catches_each(completions):
-    values = []
-    for completion in completions:
-        try:
-            time.sleep(60)
-        except Exception:
-            values.append(0)
-    return values
-
 async def hangs_async(completions):
     await asyncio.sleep(60)
 
@@ -325,6 +290,13 @@ def process_id(completions, step):
     assert step == 12
     time.sleep(0.2)  # until the other process has its part
     return [float(os.getpid())] * len(completions)
+
+class CountsCalls:
+    calls = 0
+
+    def __call__(self, completions):
+        self.calls += 1
+        return [self.calls] * len(completions)
 
 def own_length(completions):
     return array.array("d", map(len, completions))
@@ -372,6 +344,9 @@ def test_workers_share_a_batch_and_keep_its_order(work):
     assert in_workers(work.process_id, *"abcd", workers=2) in (ids, ids[::-1])  # kept
     assert in_workers(work.own_length, "a", "bb", "ccc", "dddd", "e", workers=3) == [1, 2, 3, 4, 1]
     assert in_workers(work.own_length, "a", workers=3) == [1]
+    counts = work.CountsCalls()
+    assert [in_workers(counts, "a", workers=1) for _ in range(2)] == [[1], [1]]  # an object's state is not kept
+    assert [in_workers(counts, "a") for _ in range(2)] == [[1], [2]]
 
 
 def test_workers_that_hang_or_die_are_replaced(work):
@@ -388,15 +363,6 @@ def test_workers_that_hang_or_die_are_replaced(work):
         in_workers(work.hangs_on_x, "a", "x", workers=2, timeout=1)
     with pytest.raises(TimeoutError, match=r"reward hangs_async took longer than 0.2 sec"):
         in_workers(work.hangs_async, "a", timeout=0.2)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", ["catches_all", "catches_each"])
-def test_a_reward_that_catches_everything_is_late_all_the_same(work, name, workers):
-    began = time.monotonic()
-    with pytest.raises(TimeoutError, match=f"^reward {name} took longer than 0.2 seconds$"):
-        in_workers(getattr(work, name), *"abcd", workers=workers, timeout=0.2)
-    assert time.monotonic() - began < 20
 
 
 def test_answers_that_are_no_numbers_are_refused_before_a_model_is_loaded():

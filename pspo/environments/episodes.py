@@ -8,6 +8,7 @@ observations out of the loss. Token ids go in and out: what the model drew is ne
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from pspo.rollout.sampler import WrappedSampler
 from pspo.tasks import Problem
 from pspo.tasks.environment import Environment, MakeEnvironment
 from pspo.tasks.failures import RewardError, undo_changes
-from pspo.tasks.rewards import finite_number, show_number
+from pspo.tasks.rewards import finite_number
 
 MAX_TURNS = 4  # of the model, unless the environment has an attribute max_turns
 
@@ -117,8 +118,8 @@ class EnvironmentSampler(WrappedSampler):
             observation, reward, is_done = environment.step(text, *calls)
         number = finite_number(reward)
         if number is None:
-            shown = show_number(reward)
-            raise RewardError(f"{type(environment).__name__}.step returned {shown} as reward; it must be finite")
+            name = type(environment).__name__
+            raise RewardError(f"{name}.step returned {reprlib.repr(reward)} as reward; it must be a finite number")
         episode.text = text
         episode.reward += number
         return observation, bool(is_done)

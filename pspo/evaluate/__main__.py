@@ -34,7 +34,7 @@ from pspo.rollout import Prompts, Sampler, load_prompts, make_sampling
 from pspo.rollout.prompts import completion_columns
 from pspo.rollout.sampler import make_sampler
 from pspo.tasks import check_rewards
-from pspo.tasks.environment import MakeEnvironment, load_environment
+from pspo.tasks.environment import MakeEnvironment, load_class
 
 FINGERPRINT = "fingerprint.json"  # written last of an evaluation's first files, so it shows that they are whole
 
@@ -47,7 +47,7 @@ def prepare(
     dist.run_on_main(lambda: check_folder(output, settings))
     tokenizer = load_tokenizer(config.model, config.data)
     token_ids(tokenizer, config.eval.stop_tokens or (), "eval.stop_tokens")
-    make_environment = load_environment(config.eval.environment, "eval.environment")
+    make_environment = load_class(config.eval.environment, "eval.environment")
     most = completion_columns(config.eval.max_completion_tokens, make_environment is not None)
     room = room_for_prompts(config.model, most, "eval.max_completion_tokens")
     prompts = load_prompts(config.data, tokenizer, config.eval.split, room=room, make_environment=make_environment)

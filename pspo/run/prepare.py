@@ -25,7 +25,7 @@ from pspo.run.resume import find_start, fork, resume
 from pspo.run.run import Run
 from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
-from pspo.tasks.environment import load_environment
+from pspo.tasks.environment import load_class
 from pspo.tasks.workers import StopSignals
 from pspo.update.learner import make_learner
 from pspo.update.optimizers import check_optimizer
@@ -60,7 +60,7 @@ def load_run(config: TrainConfig, settings: Settings, output: Path, resources: c
     check_tracker(config.run.tracker)
     check_optimizer(config.optimizer)
     engine = None if config.rollout.engine is None else find_engine(config.rollout.engine)
-    make_environment = load_environment(config.rollout.environment, "rollout.environment")
+    make_environment = load_class(config.rollout.environment, "rollout.environment")
     tokenizer = load_tokenizer(config.model, config.data)
     token_ids(tokenizer, config.rollout.stop_tokens or ())
     prompts = load_splits(config, tokenizer, make_environment)

@@ -30,11 +30,13 @@ class Environment(Protocol):
 MakeEnvironment = Callable[[], Environment]
 
 
-def load_class(value: str | dict[str, Any], switch: str) -> Callable[[], Any]:
+def load_class(value: str | dict[str, Any] | None, switch: str) -> Callable[[], Any] | None:
     """Import the class that a switch names by its import path, or as {"class_path": ..., "init_args": {...}}.
 
-    Returns what makes an object; ValueError if there is no such class, or the arguments do not fit it.
+    Returns what makes an object, None for None; ValueError if there is no such class, or the arguments do not fit it.
     """
+    if value is None:
+        return None
     spec = {"class_path": value} if isinstance(value, str) else value
     arguments = spec.get("init_args") or {}
     try:
@@ -44,8 +46,3 @@ def load_class(value: str | dict[str, Any], switch: str) -> Callable[[], Any]:
         rule = "give the import path of a class, or class_path and init_args with its arguments"
         raise ValueError(f"--{switch} {value} cannot be imported ({error}): {rule}") from error
     return partial(cls, **arguments)
-
-
-def load_environment(value: str | dict[str, Any] | None, switch: str) -> MakeEnvironment | None:
-    """Import the environment that a switch names, if it names one."""
-    return None if value is None else load_class(value, switch)

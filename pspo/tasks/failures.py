@@ -5,9 +5,8 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -46,43 +45,21 @@ def user_traceback(error: BaseException) -> str:
     return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
 
 
-def torch_modes() -> dict[Callable[[Any], Any], Any]:
-    """Setters of torch's state in this process or thread, and the present values; none before torch is imported."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return {}
-    device = torch.get_default_device()
-    modes = {
-        torch.set_grad_enabled: torch.is_grad_enabled(),
-        torch.set_default_dtype: torch.get_default_dtype(),
-        torch.set_default_device: None if device.type == "cpu" else device,  # "cpu" would slow every call of torch
-        torch.set_flush_denormal: sys.float_info.min / 2 == 0,
-        torch.set_deterministic_debug_mode: torch.get_deterministic_debug_mode(),
-        torch.set_num_threads: torch.get_num_threads(),
-    }
-    with contextlib.suppress(RuntimeError):  # after torch.backends.cuda.matmul.fp32_precision = "tf32"
-        modes[torch.set_float32_matmul_precision] = torch.get_float32_matmul_precision()
-    return modes
-
-
 @contextlib.contextmanager
 def undo_changes() -> Iterator[None]:
-    """Restore the current folder and `torch_modes` after a user's code, whose changes end with its call.
+    """Restore the current folder and torch's gradient mode after a user's code.
 
     A process that it has forked ends where it would return: it would be a second trainer in one folder.
     """
-    before = torch_modes()
+    torch = sys.modules.get("torch")  # workers need none
+    gradients = torch.set_grad_enabled(torch.is_grad_enabled()) if torch else contextlib.nullcontext()
     process = os.getpid()
     try:
-        with contextlib.chdir("."):
+        with contextlib.chdir("."), gradients:
             yield
     finally:
         if os.getpid() != process:
             os._exit(1)
-        present = torch_modes()
-        for restore, value in before.items():
-            if present.get(restore) != value:
-                restore(value)
 
 
 def show_failures(failures: dict[str, Exception], shown: dict[str, str]) -> None:

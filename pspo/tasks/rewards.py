@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import inspect
 import math
+import reprlib
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from itertools import count
-from numbers import Rational, Real
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -129,13 +130,12 @@ class Scores(NamedTuple):
 def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """Everything that rewards may ask for, by name: ``inputs`` before columns of the data of the same names."""
     problems = inputs["problems"]
-    columns = dict.fromkeys(name for problem in problems for name in problem.fields)
-    derived: dict[str, Any] = {name: [problem.fields.get(name) for problem in problems] for name in columns}
-    for name in ATTRIBUTES:  # of the sources of a mixture, some have such a column
-        column = derived.get(name, [None] * len(problems))
-        derived[name] = [
-            getattr(problem, name) if value is None else value for problem, value in zip(problems, column, strict=True)
-        ]
+    derived: dict[str, Any] = {}
+    for name in dict.fromkeys([*ATTRIBUTES, *(name for problem in problems for name in problem.fields)]):
+        derived[name] = [problem.fields.get(name) for problem in problems]
+        if name in ATTRIBUTES:  # of the sources of a mixture, some have such a column
+            pairs = zip(problems, derived[name], strict=True)
+            derived[name] = [getattr(problem, name) if value is None else value for problem, value in pairs]
     derived["prompts"] = [problem.prompt for problem in problems]
     if "completion_ids" in inputs:
         derived["completion_tokens"] = [len(ids) for ids in inputs["completion_ids"]]
@@ -172,10 +172,6 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
         if isinstance(function, Reward):
             function.check_problems(problems)
         signature = inspect.signature(function)
-        kinds = {parameter.kind for parameter in signature.parameters.values()}
-        if inspect.Parameter.POSITIONAL_ONLY in kinds:
-            what = "has parameters before a /, which take no names: rewards are called by names, so remove the /"
-            raise RewardError(f"reward {reward_name(function)} {what}")
         arguments = reward_arguments(function, inputs)
         try:
             signature.bind(**arguments)
@@ -190,26 +186,6 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
 def reward_name(function: Callable[..., Any]) -> str:
     """Name of a reward in metrics and messages: the function's, or the object's class."""
     return getattr(function, "__name__", type(function).__name__)
-
-
-@dataclass
-class RewardLog:
-    """TRL's `log_metric` and `log_extra`: columns of one value for each of n completions."""
-
-    n: int
-    columns: Columns
-
-    def log_metric(self, name: str, value: float) -> None:
-        self.columns[str(name)] = [float(value)] * self.n
-
-    def log_extra(self, name: str, values: Sequence[Any]) -> None:
-        values = [value.item() if hasattr(value, "item") else value for value in values]
-        self.columns[str(name)] = [value if is_plain(value) else str(value) for value in values]
-
-
-def is_plain(value: Any) -> bool:
-    """True for what a checkpoint and a table hold as it is: no subclass, and no number that is too large."""
-    return type(value) in (str, float, bool, type(None)) or (type(value) is int and abs(value) <= LARGEST)
 
 
 @cache
@@ -245,17 +221,26 @@ def finite_number(value: Any) -> float | None:
     return float(value) if isinstance(value, Real) and abs(value) <= LARGEST else None
 
 
-def show_number(value: Any) -> str:
-    """Text of a value that is no `finite_number`, without thousands of digits."""
-    is_large = isinstance(value, Rational) and abs(value) > LARGEST
-    return f"a number beyond {LARGEST:g}" if is_large else repr(value)
+def plain_value(value: Any) -> str | float | bool | None:
+    """A value that a checkpoint and a table hold: a subclass or a number that is too large becomes text."""
+    value = value.item() if hasattr(value, "item") else value
+    is_plain = type(value) in (str, float, bool, type(None)) or (type(value) is int and abs(value) <= LARGEST)
+    return value if is_plain else str(value)
 
 
 def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
     """Values of n completions, and what the function logs; RewardError unless there are n finite numbers or None."""
     name = reward_name(function)
-    log = RewardLog(n, {})
-    arguments = arguments | {logger: getattr(log, logger) for logger in LOGGERS if logger in arguments}
+    columns: Columns = {}
+
+    def log_metric(name: str, value: float) -> None:
+        columns[str(name)] = [float(value)] * n
+
+    def log_extra(name: str, values: Sequence[Any]) -> None:
+        columns[str(name)] = [plain_value(value) for value in values]
+
+    loggers = {"log_metric": log_metric, "log_extra": log_extra}  # TRL's
+    arguments = arguments | {key: loggers[key] for key in LOGGERS if key in arguments}
     try:
         with undo_changes():
             values = function(**arguments)
@@ -265,18 +250,18 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
         raise RewardError(f"reward {name} called sys.exit({error.code!r})") from error
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
-        raise RewardError(f"reward {name} returned {show_number(values)}; it must return a list of numbers")
-    for what, column in {"returned": values, **log.columns}.items():
+        raise RewardError(f"reward {name} returned {reprlib.repr(values)}; it must return a list of numbers")
+    for what, column in {"returned": values, **columns}.items():
         if len(column) != n:
             raise RewardError(f"reward {name}: {what}: {len(column)} values for {n} completions")
     numbers: list[float | None] = []
     for i, value in enumerate(values):
         number = finite_number(value)
         if number is None and value is not None:
-            what = f"returned {show_number(value)} for completion {i}; it must be a finite number or None"
+            what = f"returned {reprlib.repr(value)} for completion {i}; it must be None or a number up to {LARGEST:g}"
             raise RewardError(f"reward {name} {what}")
         numbers.append(number)
-    return numbers, log.columns
+    return numbers, columns
 
 
 def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result | Exception:
@@ -288,23 +273,18 @@ def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: i
 
 
 def guarded_values(
-    function: Callable[..., Any],
-    arguments: dict[str, Any],
-    n: int,
-    timeout: float,
-    on_error: OnError,
-    workers: int,
-    failures: dict[str, Exception],
-) -> Result:
+    function: Callable[..., Any], arguments: dict[str, Any], n: int, timeout: float, on_error: OnError, workers: int
+) -> tuple[list[float | None], Columns, Exception | None]:
     """`call_reward` with a time limit, in worker processes (a part of the n rows each), or where it may fail.
 
-    With ``on_error`` "none", a part that fails is scored again, completion by completion, unless it took too long.
+    With ``on_error`` "none", a part that fails is scored again, completion by completion, unless it took too long;
+    the first error is the last value.
     """
-    name = reward_name(function)
     if timeout:
         workers = max(workers, 1)  # what hangs can be killed in a process of its own only
     values: list[float | None] = [math.nan] * n
     logged: Columns = {}
+    first_error = None
     n_parts = max(1, min(workers, n))
     parts = [slice(n * i // n_parts, n * (i + 1) // n_parts) for i in range(n_parts)]
     while parts:
@@ -324,13 +304,13 @@ def guarded_values(
                 for key, column in columns.items():
                     logged.setdefault(key, [None] * n)[part] = column
             elif on_error == "raise":
-                raise TimeoutError(f"reward {name} {result}") if is_late else result
+                raise TimeoutError(f"reward {reward_name(function)} {result}") if is_late else result
             else:
-                failures.setdefault(name, result)
+                first_error = first_error or result
                 if part.stop - part.start > 1 and not is_late:
                     retries += [slice(i, i + 1) for i in range(part.start, part.stop)]
         parts = retries
-    return values, logged
+    return values, logged, first_error
 
 
 def total_rewards(
@@ -366,12 +346,10 @@ def total_rewards(
             name = next(other for n in count(2) if (other := f"{name}_{n}") not in taken)
         taken.add(name)
         arguments = reward_arguments(function, inputs)
-        if workers or timeout or on_error == "none":
-            result = guarded_values(function, arguments, len(problems), timeout, on_error, workers, failures)
-        else:
-            result = call_reward(function, arguments, len(problems))
-        values[name], columns = result
+        values[name], columns, error = guarded_values(function, arguments, len(problems), timeout, on_error, workers)
         logged |= columns
+        if error is not None:
+            failures.setdefault(reward_name(function), error)
     if environment_rewards is not None:
         values["environment"] = environment_rewards
         weights.append(1.0)

@@ -130,33 +130,8 @@ def restore_in_child() -> None:
 os.register_at_fork(before=before_fork, after_in_parent=unblock_signals, after_in_child=restore_in_child)
 
 
-class Worker:
-    """A Python process that answers one call at a time."""
-
-    def __init__(self, memory: int) -> None:
-        self.process, self.connection = start_python(__name__, memory)
-
-    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> Any:
-        """Result of ``function(*arguments)``, or WorkerError; TimeoutError if it is late, and its process is killed."""
-        try:
-            self.connection.send((function, arguments))
-            error = self.connection.recv()  # None once the function is imported: its time begins
-            if error is not None:
-                return error
-            if self.connection.poll(timeout or None):
-                return self.connection.recv()
-        except (EOFError, OSError):
-            return WorkerError(f"the worker process died (exit code {self.process.wait()})")
-        self.kill()
-        return TimeoutError(f"took longer than {timeout:g} seconds")
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-class Workers:
-    """Worker processes, kept between calls, each with a thread that waits for it.
+class WorkerPool:
+    """Python processes that answer one call at a time, kept between calls, each with a thread that waits for it.
 
     ``memory`` limits each process's address space, in bytes; 0 is no limit.
     """
@@ -164,32 +139,43 @@ class Workers:
     def __init__(self, number: int, memory: int) -> None:
         self.memory = memory
         self.threads = ThreadPoolExecutor(number)  # a process ends with its thread
-        self.by_thread: dict[int, Worker] = {}
+        self.by_thread: dict[int, tuple[subprocess.Popen, Connection]] = {}
 
     def map(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:
         """Results of ``function(*call)``, in order; in place of one that failed, its WorkerError or TimeoutError.
 
         A call that takes longer than ``timeout`` seconds (0: no limit) is killed with its process.
         """
-
-        def call_worker(arguments: tuple[Any, ...]) -> Any:
-            thread = threading.get_ident()
-            worker = self.by_thread.get(thread)
-            if worker is None or worker.process.poll() is not None:
-                worker = self.by_thread[thread] = Worker(self.memory)
-            return worker.call(function, arguments, timeout)
-
         try:
-            return list(self.threads.map(call_worker, calls))
+            return list(self.threads.map(lambda call: self.call(function, call, timeout), calls))
         except BaseException:  # the threads would wait for their calls
-            for worker in self.by_thread.values():
-                worker.kill()
+            for process, _ in self.by_thread.values():
+                process.kill()
             raise
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> Any:
+        """One of the results, by this thread's process."""
+        thread = threading.get_ident()
+        if thread not in self.by_thread or self.by_thread[thread][0].poll() is not None:
+            self.by_thread[thread] = start_python(__name__, self.memory)
+        process, connection = self.by_thread[thread]
+        try:
+            connection.send((function, arguments))
+            error = connection.recv()  # None once the function is imported: its time begins
+            if error is not None:
+                return error
+            if connection.poll(timeout or None):
+                return connection.recv()
+        except (EOFError, OSError):
+            return WorkerError(f"the worker process died (exit code {process.wait()})")
+        process.kill()
+        process.wait()
+        return TimeoutError(f"took longer than {timeout:g} seconds")
 
 
 @cache
-def worker_pool(number: int, memory: int = 0) -> Workers:
-    return Workers(number, memory)
+def worker_pool(number: int, memory: int = 0) -> WorkerPool:
+    return WorkerPool(number, memory)
 
 
 def serve(connection: Connection, memory: int) -> None:
