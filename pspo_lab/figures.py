@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -67,6 +68,8 @@ def picture(path: Path, width: float, height: float, x_label: str) -> Iterator[F
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.supxlabel(one_line(x_label), fontsize=8)
         yield figure
+        figure.get_layout_engine().execute(figure)
+        figure.set_layout_engine("none")  # which would be computed again, twice
         figure.savefig(path, facecolor="white", metadata={"Date": None})
 
 
@@ -167,11 +170,14 @@ def draw_grid(
 ) -> list[Axes]:
     """Draw axes for each cell {title: (panel, rows in colour)}; the other rows are grey."""
     panel_means = {}
+    grey = {}
     for panel, points in panels.items():
         means = mean_over_seeds(points.rename(columns={"x": "column", "y": "value"}))
         low, high = (scale(panel) * limit for limit in value_range(panel))
         means = means.assign(low=means["low"].clip(lower=low), high=means["high"].clip(upper=high))
         panel_means[panel] = means.sort_values("column", kind="stable")
+        lines = [line[["column", "mean"]].to_numpy(float) for _, line in panel_means[panel].groupby("row", sort=False)]
+        grey[panel] = [line[:: math.ceil(len(line) / GREY_POINTS)] for line in lines]
     lines = math.ceil(len(cells) / columns)
     grid = list(figure.subplots(lines, columns, sharex=share_axes, sharey=share_axes, squeeze=False).flat)
     for axes in grid[len(cells) :]:
@@ -180,12 +186,10 @@ def draw_grid(
         points = panels[panel]
         means = panel_means[panel]
         axes.set(title=wrap(title), ylim=y_limits(points["y"], means))
-        for row, row_means in means.groupby("row", sort=False):
-            if row in coloured:
-                draw_row(axes, points[points["row"] == row], row_means, marker, style[row])
-            else:
-                few = row_means.iloc[:: math.ceil(len(row_means) / GREY_POINTS)]  # in every other row's axes
-                axes.plot(few["column"], few["mean"], color=GREY, alpha=0.4, linewidth=0.7, zorder=1)
+        if len(coloured) < means["row"].nunique():
+            axes.add_collection(LineCollection(grey[panel], color=GREY, alpha=0.4, linewidth=0.7, zorder=1))
+        for row in coloured:
+            draw_row(axes, points[points["row"] == row], means[means["row"] == row], marker, style[row])
     return grid
 
 
