@@ -82,17 +82,17 @@ def comparison(first: Path, second: Path) -> str:
     parts = [f"A  {one_line(str(first))}\nB  {one_line(str(second))}"]
     for temperature in [temperature for temperature in a_records if temperature in b_records]:
         pair = a_records[temperature], b_records[temperature]
-        problems = [
-            [(record["prompt"], record["gold"]) for record in records if record["sample"] == 0] for records in pair
-        ]
-        if problems[0] != problems[1]:
-            sizes = f"{len(problems[0]):,} and {len(problems[1]):,}"
-            raise ValueError(f"{first} and {second} are not of the same problems ({sizes}, in order)")
-        n = len(problems[0])
+        problems = []
         for file, records in zip((first, second), pair, strict=True):
             counts = Counter(record["problem"] for record in records)
-            if len(set(counts.values())) > 1:
+            samples = len(records) // len(counts)
+            if [record["sample"] for record in records] != [*range(samples)] * len(counts):
                 raise ValueError(f"{file} lacks completions: not every problem has as many; run the evaluation again")
+            problems.append([(record["prompt"], record["gold"]) for record in records[::samples]])
+        n = len(problems[0])
+        if problems[0] != problems[1]:
+            sizes = f"{n:,} and {len(problems[1]):,}"
+            raise ValueError(f"{first} and {second} are not of the same problems ({sizes}, in order)")
         a, b = (measures(records, len(records) // n) | at_k(records, len(records) // n) for records in pair)
         rows = {}
         for name in [name for name in a if name in b and name not in MEANS and not name.endswith("@1")]:  # accuracy

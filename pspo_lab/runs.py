@@ -34,8 +34,8 @@ from pspo_lab.settings import (
     setting_numbers,
 )
 
-NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "temperature", "part", "group", "measure",
-           "value", "low", "high"]  # fmt: skip
+NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "limit", "temperature", "part", "group",
+           "measure", "value", "low", "high"]  # fmt: skip
 
 OF_A_SEED = r"(?<=seed-)\d+|\d{8}-\d{6}(-\d+)?"  # in the names of sweeps' runs, and of runs without a name
 
@@ -64,12 +64,14 @@ class Runs:
     """Three tables, joined by `run`, its folder.
 
     Attributes:
-        configs: indexed by run; every switch, and the experiment: the folder above the setting's.
+        configs: indexed by run; every switch, and the experiments: the folders above the setting's, of the run and of
+            those with its setting and seed that are left out.
         metrics: run, step and the metrics, one row per rollout.
         numbers: one row per number of a summary or an evaluation: run (missing: of a model that no run trained), stage
             ("before" training, "after" it: of the returned model, "final": of the last one), model (that the run began
-            with), evaluation ("summary", or its folder's name), data, split, n, temperature ("0": greedy), part and
-            group (of the problems; missing: all of them), measure, value, low and high (95% interval over problems).
+            with), evaluation ("summary", or its folder's name), data, split, n, limit (tokens of a completion),
+            temperature ("0": greedy), part and group (of the problems; missing: all of them), measure, value, low and
+            high (95% interval over problems).
         folders: by run.
     """
 
@@ -151,7 +153,7 @@ def read_runs(roots: Sequence[Path]) -> Runs:
             numbers += checked_rows({"run": name, **row} for row in summary_rows(run))
             runs[name] = run
             experiment = folder.parent.parent
-            configs[name] = run.switches | {"experiment": str(experiment)}
+            configs[name] = run.switches | {"experiments": (str(experiment),)}
             full = experiment.name.removesuffix("-search")
             if full != experiment.name and (experiment.parent / full / "selection.json").exists():
                 configs[name]["search"] = True  # its runs choose, and confirm nothing
@@ -177,6 +179,7 @@ def sort_runs(runs: Runs) -> Runs:
     first = keys.groupby(["setting", "seed"])["label"].transform(lambda seed_runs: seed_runs.index[0])
     for run, other in first[first != first.index].items():
         warn(f"{run}: the same setting and seed as {other}, whatever code it ran; left out")
+        configs.at[other, "experiments"] += configs.at[run, "experiments"]
     return runs.take(list(first.unique()))
 
 
@@ -262,6 +265,7 @@ def summary_rows(run: LabRun) -> Iterator[Row]:
             intervals = {name: result.get("ci95" if name == "accuracy" else f"{name}_ci95") for name in result}
             estimates = {name: {"value": result[name], "ci95": ci95} for name, ci95 in intervals.items() if ci95}
             test = {"stage": stage, "data": config[DATA], "split": "test", "temperature": "0"}
+            test["limit"] = config.get("rollout.max_completion_tokens")
             yield from result_rows(result | estimates, about | test)
 
 
@@ -279,9 +283,13 @@ def evaluation_rows(folder: Path, runs: dict[str, LabRun]) -> Iterator[Row]:
         about = {"run": name, "stage": stage, "model": runs[name].switches[MODEL]}
     if about["stage"] is None:
         raise ValueError(f"evaluates {model}, neither the model that the run returned nor its final one")
+    if about["stage"] != "before" and results.get("step") is not None:
+        step = runs[name].summary.get("optimizer_steps" if about["stage"] == "final" else "best_step", results["step"])
+        if step != results["step"]:
+            raise ValueError(f"evaluates step {results['step']}, and this model of the run is step {step}'s by now")
     about["evaluation"] = folder.name
     about["data"] = read_switches(folder)[DATA] if results["data"] == "file" else results["data"]
-    about |= {"split": results["split"], "n": results["n"]}
+    about |= {"split": results["split"], "n": results["n"], "limit": results.get("max_completion_tokens")}
     yield from result_rows(results, about)  # its switches
     for temperature, result in results["temperatures"].items():
         yield from result_rows(result, about | {"temperature": temperature})
@@ -304,5 +312,5 @@ def result_rows(result: Row, about: Row) -> Iterator[Row]:
 def checked_rows(rows: Iterable[Row]) -> list[Row]:
     """Rows of numbers; ValueError or TypeError if one is no number."""
     rows = list(rows)
-    pd.DataFrame(rows, columns=NUMBERS).astype(dict.fromkeys(("n", "value", "low", "high"), float))
+    pd.DataFrame(rows, columns=NUMBERS).astype(dict.fromkeys(("n", "limit", "value", "low", "high"), float))
     return rows

@@ -26,7 +26,7 @@ NO_SETTING = {  # switches that make no other setting: files, logs, processes, m
     "run.fork_from", "run.keep", "run.output_dir", "run.quiet", "run.record_tokens", "run.save_every", "run.test_limit",
     "run.tracker", "run.validate_every", "run.validation_limit",
 }  # fmt: skip
-NOT_COMPARED = ["experiment", SEED, *sorted(NO_SETTING)]  # columns of `Runs.configs` that are no part of a setting
+NOT_COMPARED = ["experiments", SEED, *sorted(NO_SETTING)]  # columns of `Runs.configs` that are no part of a setting
 
 
 def plain_switches(switches: dict[str, Any]) -> dict[str, Any]:

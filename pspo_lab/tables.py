@@ -59,7 +59,7 @@ def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
     """
     numbers = runs.numbers[(runs.numbers["stage"] == stage) & runs.numbers["group"].isna()]
     numbers = numbers[(numbers["temperature"] == "0") == greedy]
-    test = ["run", "model", "evaluation", "data", "split", "n", "temperature"]
+    test = ["run", "model", "evaluation", "data", "split", "n", "limit", "temperature"]
     is_accuracy = numbers["measure"].eq("accuracy")
     answered = is_accuracy.groupby([numbers[name] for name in test], dropna=False).transform("any").astype(bool)
     measures = "accuracy|gold_anywhere" if greedy else "accuracy|gold_anywhere|(pass|maj)@.*"
@@ -67,15 +67,18 @@ def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
     numbers = numbers[numbers["measure"].str.fullmatch(measures) | rewards]
     numbers = numbers.sort_values("evaluation", key=lambda names: names != "summary", kind="stable")
     numbers["run"] = numbers["model" if stage == "before" else "run"]
-    numbers["column"] = [accuracy_column(row, stage, greedy) for row in numbers.itertuples()]
+    one_limit = runs.numbers["limit"].nunique() <= 1
+    numbers["column"] = [accuracy_column(row, stage, greedy, one_limit) for row in numbers.itertuples()]
     numbers = numbers.drop_duplicates(["run", "column"], keep="last")
     numbers = numbers.sort_values("measure", key=lambda names: names == "gold_anywhere", kind="stable")
     return numbers[["run", "column", "value", "low", "high"]]
 
 
-def accuracy_column(row: Any, stage: str, greedy: bool) -> str:
-    """Such as "gsm8k test, n = 1,319: final accuracy (%)"."""
+def accuracy_column(row: Any, stage: str, greedy: bool, one_limit: bool) -> str:
+    """Such as "gsm8k test, n = 1,319: final accuracy (%)", with the limit of tokens if tests had several."""
     test = f"{row.data} {row.split}, n = {row.n:,.0f}"
+    if not one_limit and pd.notna(row.limit):
+        test += f", {row.limit:.0f} tokens"
     if not greedy:
         test += f", T = {row.temperature}"
     measure = row.measure.replace("_", " ")
@@ -141,7 +144,8 @@ def compared(runs: Runs) -> pd.DataFrame:
 def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
     """Every setting minus every baseline of its experiment, by seed; of two baselines one difference."""
     configs = runs.configs
-    values = compared(runs).join(configs[["experiment", SEED]].assign(label=labels), on="run")
+    about = configs[["experiments", SEED]].assign(label=labels)
+    values = compared(runs).join(about, on="run").explode("experiments")
     treatments = [name for name in configs if name.startswith(TREATMENT)]
     rest = setting_numbers(configs, ignore=treatments)
     first = labels[configs.index].drop_duplicates().index  # a run of each setting
@@ -150,7 +154,7 @@ def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
         for other in first[rest[first] == rest[baseline]]:
             if other != baseline and (baseline, other) not in differences:
                 both = (values[values["label"] == labels[run]] for run in (other, baseline))
-                pairs = pd.merge(*both, on=["experiment", SEED, "column"])
+                pairs = pd.merge(*both, on=["experiments", SEED, "column"]).drop_duplicates([SEED, "column"])
                 row = f"{labels[other]} - {labels[baseline]}"
                 differences[other, baseline] = pairs.assign(row=row, value=pairs["value_x"] - pairs["value_y"])
     return pd.concat(differences.values()) if differences else pd.DataFrame(columns=["row", "column", "value"])

@@ -39,7 +39,7 @@ from pspo.tasks.environment import MakeEnvironment, load_class
 FINGERPRINT = "fingerprint.json"  # written last of an evaluation's first files, so it shows that they are whole
 
 
-def prepare(
+def load_evaluation(
     config: EvaluateConfig, settings: files.Settings, device: torch.device
 ) -> tuple[Sampler, MakeEnvironment | None, Prompts]:
     """Load everything, and make the output folder; ValueError if it holds another evaluation."""
@@ -102,6 +102,14 @@ def write_first_files(output: Path, settings: files.Settings, hashes: dict[str, 
     files.write_json(output / FINGERPRINT, hashes)
 
 
+def trained_steps(model: Path) -> int | None:
+    """The optimizer steps behind a model in a run's folder; None of others."""
+    for file, name in ((model / "validation.json", "step"), (model.parent / "summary.json", "optimizer_steps")):
+        if file.is_file():
+            return files.read_json(file).get(name)
+    return None
+
+
 def render(results: dict[str, Any]) -> str:
     """The contents of ``results.json`` as a table: a line per measure and breakdown, a column per temperature."""
     columns = {}
@@ -131,13 +139,12 @@ def main(args: Sequence[str] | None = None) -> None:
     completions_file = output / "completions.jsonl"
     results_file = output / "results.json"
     with user_errors("pspo.evaluate"):
-        base_sampler, make_environment, prompts = prepare(config, settings, dist.local_device())
+        base_sampler, make_environment, prompts = load_evaluation(config, settings, dist.local_device())
         done = dist.run_on_main(lambda: files.read_jsonl(completions_file))
-        done_by_temperature = {temperature: [] for temperature in config.eval.temperatures}
+        done_by_temperature = {temperature: {} for temperature in config.eval.temperatures}
         with files.named_damage(completions_file):
-            n_done = len({(record["temperature"], record["problem"], record["sample"]) for record in done})
             for record in done:
-                done_by_temperature[record["temperature"]].append(record)
+                done_by_temperature[record["temperature"]][record["problem"], record["sample"]] = record
         summary = dist.run_on_main(lambda: files.read_json(results_file) if results_file.exists() else {})
         if summary:
             with files.named_damage(results_file):
@@ -145,7 +152,7 @@ def main(args: Sequence[str] | None = None) -> None:
             print(f"already finished: {results_file}\n\n{text}")
             return
     if done:
-        print(f"resuming {output}: {n_done:,} completions are done")
+        print(f"resuming {output}: {sum(map(len, done_by_temperature.values())):,} completions are done")
         dist.run_on_main(lambda: files.write_text(completions_file, files.to_jsonl(done)))  # drops half a line
 
     evaluations = {}
@@ -176,6 +183,7 @@ def main(args: Sequence[str] | None = None) -> None:
     files.write_text(completions_file, files.to_jsonl(completions))  # in order, and once each
     summary = {
         "model": config.model.name_or_path,
+        "step": trained_steps(Path(config.model.name_or_path)),
         "data": config.data.name,
         "split": config.eval.split,
         "n": len(prompts),

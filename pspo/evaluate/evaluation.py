@@ -1,7 +1,8 @@
 """Evaluate a model on problems: the validation of a run, its test before and after, and `pspo.evaluate`."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -94,7 +95,7 @@ def evaluate(
     max_tokens: int = EvalConfig.max_tokens,
     max_rows: float = math.inf,
     bar: str = "",
-    done: Iterable[Record] = (),
+    done: Mapping[tuple[int, int], Record] = MappingProxyType({}),
     save: Callable[[list[Record]], None] = lambda records: None,
     shown_failures: dict[str, str] | None = None,
 ) -> Evaluation | None:
@@ -102,11 +103,11 @@ def evaluate(
 
     The random numbers depend on the seed alone, not on what was drawn before, and torch's generators are restored.
 
-    Chunks that are complete in ``done``, records of an earlier call with the same arguments, are not drawn again;
-    ``save`` is called with each new chunk's records; ``shown_failures`` is of `show_failures`.
+    Chunks that are complete in ``done``, records of an earlier call with the same arguments by problem and sample, are
+    not drawn again; ``save`` is called with each new chunk's records; ``shown_failures`` is of `show_failures`.
     """
     shown_failures = {} if shown_failures is None else shown_failures
-    completions = {(record["problem"], record["sample"]): record for record in done}
+    completions = dict(done)
     lengths = [len(ids) for ids in prompts.ids]
     parts = chunks(lengths, samples, sampler.sampling.max_completion_tokens, max_tokens, max_rows)
     device = dist.local_device()

@@ -73,14 +73,14 @@ def make_run(tmp_path):
 def make_evaluation():
     """Writes an evaluation's folder with the given greedy accuracy."""
 
-    def make(folder, model, value, data="products", of_one=False):
+    def make(folder, model, value, data="products", of_one=False, step=None):
         folder.mkdir(parents=True)
         estimate = {"value": value, "ci95": None if of_one else [value - 0.01, value + 0.01]}
         greedy = {"samples": 1, "accuracy": estimate, "gold_anywhere": estimate, "mean_reward": value}
         breakdown = {"level": {"1": {"n": 5, "accuracy": estimate, "gold_anywhere": estimate}}}
         sampled = greedy | {"samples": 4, "pass@4": {"value": value + 0.2, "ci95": [value, 1]}}
         temperatures = {"0": greedy | {"breakdown": breakdown}, "0.6": sampled}
-        results = {"model": model, "data": data, "split": "test", "n": 50, "temperatures": temperatures}
+        results = {"model": model, "data": data, "split": "test", "n": 50, "step": step, "temperatures": temperatures}
         (folder / "results.json").write_text(json.dumps(results))
 
     return make
@@ -159,6 +159,17 @@ def test_accuracy_is_the_mean_over_seeds_with_its_interval(make_run, report):
     assert err == ""
 
 
+def test_tests_with_other_limits_are_other_tests(make_run, report):
+    for limit, before in ((64, 0.1), (512, 0.3)):
+        ended = {"before": accuracy(before)}
+        make_run(f"{limit}", "Clip", after=0.5, ended=ended, **{"rollout.max_completion_tokens": limit})
+    cells, _, _ = report()
+    found = {
+        column: cell[1] for (_, table, row, column), cell in cells.items() if row == "tiny" and "accuracy" in column
+    }
+    assert found == {f"sums test, n = 100, {limit} tokens: accuracy": value for limit, value in ((64, 0.1), (512, 0.3))}
+
+
 def test_paired_differences_are_of_the_same_seed_and_experiment(make_run, report):
     for seed, (clip, noclip, smoothed_) in enumerate([(0.5, 0.5, 0.6), (0.6, 0.4, 0.7), (0.7, 0.6, 0.9)]):
         for method, value in (("Clip", clip), ("NoClip", noclip), ("PSPO", smoothed_)):
@@ -166,8 +177,13 @@ def test_paired_differences_are_of_the_same_seed_and_experiment(make_run, report
     make_run("p7", "PSPO", 7, after=0.0)  # no partner
     make_run("elsewhere/p/seed-0", "PSPO", 0, after=0.0, **{"algorithm.epochs": 1})  # another experiment
     make_run("other", "PSPO", 0, after=0.9, **{"data.seed": 8})  # saw other prompts
+    for seed in range(2):  # a second experiment with a baseline of the first
+        make_run(f"second/Clip/seed-{seed}", "Clip", seed, after=0.5 + seed / 10)
+        make_run(f"second/SAPO/seed-{seed}", "SAPO", seed, after=0.8)
     cells, _, _ = report()
     pairs = {key[2:]: cell for key, cell in cells.items() if key[1] == "Paired differences"}
+    assert close(pairs.pop(("SAPO - Clip", ACCURACY)), 2, 0.25, None, None)
+    pairs = {key: cell for key, cell in pairs.items() if key[0] != "SAPO - Clip"}
     row, noclip = (f"PSPO - {method}" for method in ("Clip", "NoClip"))
     assert {row for row, _ in pairs} == {row, noclip, "NoClip - Clip"}
     half = T2 * np.std([0.1, 0.1, 0.2], ddof=1)
@@ -244,6 +260,7 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     make_evaluation(folder / "evaluation", "moved/elsewhere/best", 0.6)
     make_evaluation(folder / "evaluation-last", str(folder / "final"), 0.1)
     make_evaluation(folder / "evaluation-middle", str(folder / "checkpoints/step-000002"), 0.3)
+    make_evaluation(folder / "z-stale", str(folder / "best"), 0.9, step=1)  # the run got longer: its best is step 2
     make_evaluation(folder / "before", "tiny", 0.2)  # what the run began with is not the run's
     make_evaluation(runs / "apart", str(folder / "best"), 0.7, data="sums")
     make_evaluation(runs / "stranger", "somebody/else", 0.4, of_one=True)  # of one problem: without an interval
@@ -261,6 +278,7 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     assert close(cells[SUMS, "Accuracy of samples", "tiny", sampled], 0, 0.4, 0.2, 1)
     assert close(cells[SUMS, "Accuracy", "Clip", PRODUCTS.replace("acc", "final acc")], 1, 0.1, 0.09, 0.11)
     assert "evaluation-middle: evaluates" in err
+    assert "z-stale: evaluates step 1, and this model of the run is step 2's by now" in err
 
 
 def test_a_base_model_with_another_spelling_is_no_result_of_its_run(make_run, make_evaluation, report, tmp_path):
