@@ -518,6 +518,7 @@ def patch_cuda() -> None:
         "mem_get_info": (78 * gib, 80 * gib),
         "max_memory_allocated": gib,
         "empty_cache": None,
+        "reset_peak_memory_stats": None,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, functools.partial(reply, answer))
@@ -531,6 +532,7 @@ def patch_cuda() -> None:
     torch.cuda.stream = lambda stream: stream
     torch.cuda.CUDAGraph = Graph
     torch.cuda.graph = Capture
+    torch.cuda.graphs.graph_pool_handle = lambda: (0, 0)  # of make_graphed_callables
     torch.Generator = Generator
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes looks for it
 

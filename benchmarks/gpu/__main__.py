@@ -1,5 +1,6 @@
 """Everything that only a GPU can tell: correctness, speed, training, ranks, and a comparison with TRL and vLLM.
 
+    python -m benchmarks.gpu --minutes 8 --part decide          # which candidates pay; three times
     python -m benchmarks.gpu --minutes 9 --part correctness     # from the repository root
     python -m benchmarks.gpu --minutes 9 --part speed           # again, until it says that nothing is left
     python -m benchmarks.gpu --part train --smollm2 FOLDER --data FOLDER
@@ -50,7 +51,8 @@ def describe(options: "Options") -> dict[str, Any]:
     import torch
 
     if options.rehearse:
-        return {"gpu": "none (rehearsal on a CPU)", "driver": ""}
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+        return {"gpu": f"none (rehearsal on {name})", "driver": ""}
     device = torch.cuda.get_device_properties(0)
     query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
     driver = subprocess.run(query, shell=True, capture_output=True, text=True).stdout.partition("\n")[0]
@@ -111,7 +113,28 @@ def report(results: dict[str, Any]) -> str:
         lines += ["", f"## {part}", "", "| measurement | what | value | goal | met |", "|---|---|---|---|---|"]
         of_part = {name: result for name, result in results.items() if result["part"] == part}
         lines += [f"| {name} | {' | '.join(c)} |" for name, result in of_part.items() for c in cells(result)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *verdict(results)]).rstrip() + "\n"
+
+
+def verdict(results: dict[str, Any]) -> list[str]:
+    """A table of the candidates, and a line on those that gained enough and compute the same."""
+    rows = []
+    gained = []
+    for name, result in results.items():
+        values = {r["what"]: r for r in result.get("rows", [])}
+        if "gain" not in values:
+            continue
+        goal = values["gain"]["goal"]
+        is_exact = all(r["ok"] is not False for r in values.values() if r is not values["gain"])
+        if values["gain"]["ok"] and is_exact:
+            gained.append(name)
+        shown = [f"{text(values[what]['value'])} {values[what]['unit']}" for what in ("now", "with it", "gain")]
+        rows.append(f"| {name} | {' | '.join(shown)} | {text(is_exact)} | {result['environment']['gpu']} |")
+    if not rows:
+        return []
+    header = ["| candidate | now | with it | gain | same numbers | GPU |", "|---|---|---|---|---|---|"]
+    line = f"Gain of {goal}, with the same numbers: {', '.join(gained) or 'none'}."
+    return ["## Verdict", "", *header, *rows, "", line]
 
 
 def cells(result: dict[str, Any]) -> list[list[str]]:
@@ -133,7 +156,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("correctness", "speed", "train", "fsdp", "vllm", "all"), default="all")
+    parser.add_argument(
+        "--part", choices=("decide", "correctness", "speed", "train", "fsdp", "vllm", "all"), default="all"
+    )
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these measurements of the part alone")
     parser.add_argument("--output", type=Path, help="default: gpu-results, or gpu-rehearsal")
@@ -144,7 +169,7 @@ def main(args: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # is_available() without touching CUDA
     from benchmarks.gpu.common import Measurement, Options
-    from benchmarks.gpu.measurements import PARTS
+    from benchmarks.gpu.parts import PARTS
 
     output = given.output or Path("gpu-rehearsal" if given.rehearse else "gpu-results")
     options = Options(output.absolute(), given.rehearse, given.smollm2, given.data)
@@ -182,6 +207,8 @@ def main(args: Sequence[str] | None = None) -> None:
         for row in cells(result):
             print(measurement.name, *filter(None, row), sep="  ", flush=True)
     print(f"{len(listed) - len(missing())} of {len(listed)} measured: {options.output / 'results.md'}")
+    if given.part == "decide":
+        print("\n".join(verdict({m.name: results[m.name] for _, m in listed if m.name in results})))
     if missing():
         print(f"without values: {', '.join(measurement.name for _, measurement in missing())}")
 

@@ -39,7 +39,7 @@ class Options:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu" if self.rehearse else "cuda")
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")  # a rehearsal hides a real GPU
 
     def shape(self, size: str) -> Shape:
         return TINY if self.rehearse else SHAPES[size]

@@ -136,14 +136,14 @@ def ratios(options: Options) -> Rows:
     return rows
 
 
-def resume(options: Options, deterministic: bool) -> Rows:
+def resume(options: Options, deterministic: bool, optimizer: str = "adamw") -> Rows:
     """Weights after 6 steps, of an undisturbed run and of one that ended after 4 and was resumed.
 
     Deterministic algorithms where there are some: sampling's sums along the vocabulary have none.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    args = (*SHORT, "--run.save_every=2", "--reward.functions=[MathReward]")
+    args = (*SHORT, "--run.save_every=2", "--reward.functions=[MathReward]", f"--optimizer.name={optimizer}")
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch) / "whole"
         stopped = Path(scratch) / "stopped"
@@ -155,25 +155,37 @@ def resume(options: Options, deterministic: bool) -> Rows:
     return [row("weights equal, bit for bit", equal, **goal)]
 
 
-def torchrun(processes: int, *args: str) -> None:
-    """Run `pspo.train` under torchrun; RuntimeError if it fails. SIGTERM stops its ranks, in sessions of their own."""
+def torchrun(processes: int, *args: str, module: str = "pspo.train") -> None:
+    """Run a module under torchrun; RuntimeError if it fails. SIGTERM stops its ranks, in sessions of their own."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = os.environ | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"}
-    with subprocess.Popen([*launcher, "-m", "pspo.train", *args], cwd=ROOT, env=environment) as started:
+    with subprocess.Popen([*launcher, "-m", module, *args], cwd=ROOT, env=environment) as started:
         signal.signal(signal.SIGTERM, lambda *_: started.terminate())
         if started.wait():
             raise RuntimeError(f"torchrun ended with code {started.returncode}; its output is in the log")
 
 
-def one_rank(options: Options, strategy: str) -> Rows:
-    """Weights of two float32 steps by one rank under torchrun against those without; NCCL on a GPU, gloo on a CPU."""
-    args = (*SHORT, "--run.max_steps=2", "--model.autocast=none", "--optimizer.name=sgd", "--optimizer.lr=1")
+def uneven_advantages(rewards: Tensor, group_size: int, lengths: Tensor) -> Tensor:
+    """Advantages that do not cancel where all completions of a group are equal."""
+    return rewards - 0.3 + 0.1 * (lengths % 2)
+
+
+def ranks_on_one_gpu(options: Options, strategy: str, processes: int) -> Rows:
+    """Weights of two float32 steps by ranks on one GPU against those without ranks; the draws are the likeliest tokens.
+
+    One rank takes NCCL on a GPU; several, and all on a CPU, take gloo.
+    """
+    args = (
+        *SHORT, "--run.max_steps=2", "--model.autocast=none", "--optimizer.name=sgd", "--optimizer.lr=1",
+        "--rollout.top_k=1", "--algorithm.advantages=benchmarks.gpu.correctness.uneven_advantages",
+    )  # fmt: skip
+    module = "pspo.train" if processes == 1 else "benchmarks.gpu.one_gpu"
     start = load_file(Path(locate("tiny-base")) / "model.safetensors")
     with tempfile.TemporaryDirectory() as scratch:
         plain = Path(scratch) / "plain"
         ranked = Path(scratch) / strategy
         pspo.train.main([*args, f"--run.output_dir={plain}"])
-        torchrun(1, *args, f"--distributed.strategy={strategy}", f"--run.output_dir={ranked}")
+        torchrun(processes, *args, f"--distributed.strategy={strategy}", f"--run.output_dir={ranked}", module=module)
         one, other = (load_file(run / "final/model.safetensors") for run in (plain, ranked))
     apart, moved = (
         torch.cat([(weights[name].double() - one[name].double()).flatten() for name in one]).norm().item()

@@ -1,4 +1,4 @@
-"""Speed, whole steps and whole runs on a GPU; and all measurements by part, in the order of their value.
+"""Speed, whole steps and whole runs on a GPU.
 
 Decoding is set against the bandwidth floor, training against the matrix product peak, optimisations are switched off,
 whole steps stand beside TRL's, SmolLM2 trains on word problems, and all GPUs of the machine are ranks. Measurements
@@ -18,8 +18,8 @@ import torch
 
 import pspo.train
 from benchmarks.ablation import UNSHARED
-from benchmarks.gpu.common import GPU, GROUP, Measurement, Options, Rows, random_policy, row, timed, tiny_prompts
-from benchmarks.gpu.correctness import ROOT, SHORT, decoders, logprobs, one_rank, ratios, resume, sampler, torchrun
+from benchmarks.gpu.common import GROUP, Options, Rows, random_policy, row, timed, tiny_prompts
+from benchmarks.gpu.correctness import ROOT, SHORT, torchrun
 from benchmarks.vs_trl import run_pspo, run_trl
 from benchmarks.workloads import Workload, model_folder
 from pspo.cli.files import read_json, read_jsonl
@@ -30,7 +30,7 @@ from pspo.model.device import peak_memory_gb
 from pspo.rollout import Rollout, Sampling, generate, left_pad
 from pspo.update import Learner, update
 from pspo.update.optimizers import make_optimizer
-from pspo_lab.plan_shapes import GPUS
+from pspo_lab.plan_shapes import GPUS, Shape
 
 OFF = {  # optimisations without a switch
     "prompts-per-row": UNSHARED,
@@ -114,6 +114,16 @@ def decode(options: Options, load: Load, decoder: str) -> Rows:
     ]
 
 
+def random_rollout(shape: Shape, load: Load) -> tuple[Rollout, list[int]]:
+    """A rollout of random completions of word problems, and the lengths of its prompts."""
+    tokenizer, prompts = tiny_prompts(load.rows // GROUP)
+    ids, mask = (part.repeat_interleave(GROUP, dim=0) for part in left_pad(prompts, tokenizer.pad_token_id))
+    completions = torch.randint(shape.vocab, (load.rows, load.tokens))
+    every = torch.ones_like(completions, dtype=torch.bool)
+    rollout = Rollout(ids, mask, completions, every, every[:, 0], [""] * load.rows)
+    return rollout, [len(prompt) for prompt in prompts]
+
+
 def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
     """One optimizer step on a random rollout; MFU counts the operations needed, each prompt once, causal attention."""
     shape = options.shape(load.size)
@@ -122,16 +132,11 @@ def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
     device = options.device
     policy = random_policy(shape, config.model, device)
     learner = Learner(policy, make_optimizer(policy, config.optimizer))
-    tokenizer, prompts = tiny_prompts(load.rows // GROUP)
-    ids, mask = (part.repeat_interleave(GROUP, dim=0) for part in left_pad(prompts, tokenizer.pad_token_id))
-    completions = torch.randint(shape.vocab, (load.rows, load.tokens))
-    every = torch.ones_like(completions, dtype=torch.bool)
-    rollout = Rollout(ids, mask, completions, every, every[:, 0], [""] * load.rows)
+    rollout, lengths = random_rollout(shape, load)
     advantages = torch.randn(load.rows)
     with OFF[off]() if off else contextlib.nullcontext():
         seconds, memory = timed(partial(update, learner, rollout, advantages, config), device)
 
-    lengths = [len(prompt) for prompt in prompts]
     predicted = load.rows * load.tokens
     pairs = sum(n * n / 2 + GROUP * load.tokens * (n + load.tokens / 2) for n in lengths)
     rate = 3 * shape.flops(sum(lengths) + predicted, pairs, predicted) / seconds
@@ -230,67 +235,3 @@ def ranks(options: Options, strategy: str) -> Rows:
         row("completion tokens", prompts * GROUP * processes * tokens / (generate + update), "1/s"),
         row("peak memory of a rank", peak, "GB"),
     ]
-
-
-# All of them
-
-LOADS = [
-    *(Load(size, 128, 128) for size in ("0.5B", "1.5B", "135M")),
-    *(Load(size, 512, 512) for size in ("0.5B", "1.5B", "135M")),
-]
-BASE = LOADS[0]
-VARIANTS = {
-    "microbatch-4096": {"microbatch": 4096},
-    "microbatch-65536": {"microbatch": 65536},
-    "checkpointing": {"gradient_checkpointing": True},
-    **{name: {"off": name} for name in OFF},
-    "adamw8bit": {"optimizer": "adamw8bit"},
-}
-NEEDS = {"adamw8bit": ("bitsandbytes", GPU)}
-
-
-def of_load(load: Load) -> list[Measurement]:
-    """Decoding by each decoder, training, and whole steps beside TRL's."""
-    costs = {"graphs": 40, "pspo": 60, "hf": 90}
-    return [
-        *(Measurement(f"decode-{load}-{decoder}", partial(decode, load=load, decoder=decoder), seconds)
-          for decoder, seconds in costs.items()),
-        Measurement(f"train-{load}", partial(train, load=load)),
-        Measurement(f"trl-{load}", partial(steps, load=load), 150, ("trl",)),
-    ]  # fmt: skip
-
-
-PARTS = {
-    "correctness": [
-        Measurement("decoders", decoders),
-        Measurement("log-probs", logprobs),
-        Measurement("ratios", ratios),
-        Measurement("resume", partial(resume, deterministic=True)),
-        Measurement("sampler", sampler),
-        Measurement("ddp", partial(one_rank, strategy="ddp")),
-        Measurement("fsdp2", partial(one_rank, strategy="fsdp2")),
-        Measurement("decoders-smollm2", partial(decoders, model="SmolLM2-135M"), 90, ("--smollm2", GPU)),
-        Measurement("resume-default", partial(resume, deterministic=False), needs=(GPU,)),
-    ],
-    "speed": [
-        Measurement("machine", machine, 20),
-        *of_load(BASE),
-        *(Measurement(f"train-{BASE}-{name}", partial(train, load=BASE, **how), 90, NEEDS.get(name, ()))
-          for name, how in VARIANTS.items()),
-        *(measurement for load in LOADS[1:] for measurement in of_load(load)),
-    ],
-    "train": [
-        Measurement(f"{loss}-{seed}", partial(word_problems, surrogate=loss, seed=seed), 90,
-                    ("--smollm2", "--data", *([GPU] if seed else [])))
-        for seed in range(3)
-        for loss in ("PSPO", "Clip", "NoClip")
-    ],
-    "fsdp": [
-        Measurement("ranks-none", partial(ranks, strategy="none"), 120),
-        Measurement("ranks-fsdp2", partial(ranks, strategy="fsdp2"), 120),
-        Measurement("ranks-ddp", partial(ranks, strategy="ddp"), 120, (GPU,)),
-    ],
-    "vllm": [
-        Measurement(f"vllm-{load}", partial(steps, load=load, vllm=True), 200, ("trl", "vllm", GPU)) for load in LOADS
-    ],
-}  # fmt: skip
