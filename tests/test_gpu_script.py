@@ -22,7 +22,8 @@ from pspo.losses import PSPO, Counts
 from pspo.model import autocast, load_tokenizer
 from pspo.rollout import Batch, Sampling, generate
 from pspo.rollout.decode import sample_race
-from pspo.update import Learner, backward
+from pspo.update import Learner
+from pspo.update.step import backward
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
