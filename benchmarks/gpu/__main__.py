@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 FORK = multiprocessing.get_context("fork")  # nothing is imported again; this process itself never touches CUDA
 GRACE = 30  # seconds that a stopped run may take to save
+NO_GPU = "none"
 PEERS = ("trl", "vllm", "bitsandbytes", "triton")
 
 
@@ -52,7 +53,7 @@ def describe(options: "Options") -> dict[str, Any]:
 
     if options.rehearse:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
-        return {"gpu": f"none (rehearsal on {name})", "driver": ""}
+        return {"gpu": f"{NO_GPU} (rehearsal on {name})", "driver": ""}
     device = torch.cuda.get_device_properties(0)
     query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader"
     driver = subprocess.run(query, shell=True, capture_output=True, text=True).stdout.partition("\n")[0]
@@ -117,7 +118,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def verdict(results: dict[str, Any]) -> list[str]:
-    """A table of the candidates, and a line on those that gained enough and compute the same."""
+    """A table of the candidates, and a line on those that gained enough on a GPU and compute the same."""
     rows = []
     gained = []
     for name, result in results.items():
@@ -126,10 +127,11 @@ def verdict(results: dict[str, Any]) -> list[str]:
             continue
         goal = values["gain"]["goal"]
         is_exact = all(r["ok"] is not False for r in values.values() if r is not values["gain"])
-        if values["gain"]["ok"] and is_exact:
+        gpu = result["environment"]["gpu"]
+        if values["gain"]["ok"] and is_exact and not gpu.startswith(NO_GPU):
             gained.append(name)
         shown = [f"{text(values[what]['value'])} {values[what]['unit']}" for what in ("now", "with it", "gain")]
-        rows.append(f"| {name} | {' | '.join(shown)} | {text(is_exact)} | {result['environment']['gpu']} |")
+        rows.append(f"| {name} | {' | '.join(shown)} | {text(is_exact)} | {gpu} |")
     if not rows:
         return []
     header = ["| candidate | now | with it | gain | same numbers | GPU |", "|---|---|---|---|---|---|"]
