@@ -129,10 +129,13 @@ def read_problem(source: Source, name: str, kind: AnswerKind, record: files.Reco
     columns = source.prompt
     if columns == ("prompt",) and "prompt" not in record and "messages" in record:
         columns = ("messages",)
+    gold = ""
+    if kind != "none":
+        gold = source.read_gold(files.column_text(record, source.answer), record, kind).strip()
     category = files.optional_text(record, source.category)
     return Problem(
         prompt=files.read_prompt(record, columns),
-        answer=source.read_gold(record, kind).strip(),
+        answer=gold,
         fields={column: files.plain(value) for column, value in record.items() if column not in columns},
         source=name,
         category=MISSPELT.get(category, category),

@@ -22,7 +22,7 @@ class Source:
     """Data set: how to read one of its records, and where the hub has it."""
 
     prompt: tuple[str, ...]  # columns
-    read_gold: Callable[[Record, AnswerKind], str]  # as text, "" without one
+    answer: str  # column
     hub_id: str = ""
     revision: str | None = None  # of the hub's, so that everybody has the same problems
     configs: tuple[str | None, ...] = ()
@@ -32,6 +32,7 @@ class Source:
     category: str = "category"  # and further columns of attributes of `Problem`
     level: str = "level"
     solution: str = ""
+    read_gold: Callable[[str, Record, AnswerKind], str] = lambda text, record, kind: text  # of the answer's text
 
 
 def parse_gold(text: str) -> Fraction | None:
@@ -60,26 +61,14 @@ def boxed(solution: str) -> list[str]:
     return contents
 
 
-def _gsm8k(record: Record, kind: AnswerKind) -> str:
-    return column_text(record, "answer").rpartition("####")[2]
-
-
-def _math(record: Record, kind: AnswerKind) -> str:
-    boxes = boxed(column_text(record, "solution")) or [""]
+def _math_gold(solution: str, record: Record, kind: AnswerKind) -> str:
+    boxes = boxed(solution) or [""]
     if kind == "number":
         several = len({parse_gold(box) for box in boxes} - {None}) > 1  # "-2 and 1" is no number,
         listed = "separated by commas" in column_text(record, "problem") and "," in boxes[-1]  # and 70,110 is two then
         if several or listed:
             return ""
     return boxes[-1]
-
-
-def _svamp(record: Record, kind: AnswerKind) -> str:
-    return column_text(record, "Answer")
-
-
-def _asdiv(record: Record, kind: AnswerKind) -> str:
-    return re.sub(r"\s*\([^()]*\)$", "", column_text(record, "answer"))  # 9 (apples)
 
 
 GSM8K = "740312add88f781978c0658806c59bc2815b9866"  # revisions
@@ -90,13 +79,14 @@ _MATH_SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermedia
                   "prealgebra", "precalculus")  # fmt: skip
 
 SOURCES = {
-    "gsm8k": Source(("question",), _gsm8k, "openai/gsm8k", GSM8K, ("main",), train_size=7000, skip="socratic",
-                    solution="answer"),
-    "math": Source(("problem",), _math, "EleutherAI/hendrycks_math", MATH, _MATH_SUBJECTS, category="type",
-                   solution="solution"),
-    "svamp": Source(("Body", "Question"), _svamp, "ChilleD/SVAMP", SVAMP, ("default",), category="Type"),
-    "asdiv": Source(("body", "question"), _asdiv, "EleutherAI/asdiv", ASDIV, ("asdiv",), {"validation": "test"},
-                    category="solution_type", level="grade"),
+    "gsm8k": Source(("question",), "answer", "openai/gsm8k", GSM8K, ("main",), train_size=7000, skip="socratic",
+                    solution="answer", read_gold=lambda text, record, kind: text.rpartition("####")[2]),
+    "math": Source(("problem",), "solution", "EleutherAI/hendrycks_math", MATH, _MATH_SUBJECTS, category="type",
+                   solution="solution", read_gold=_math_gold),
+    "svamp": Source(("Body", "Question"), "Answer", "ChilleD/SVAMP", SVAMP, ("default",), category="Type"),
+    "asdiv": Source(("body", "question"), "answer", "EleutherAI/asdiv", ASDIV, ("asdiv",), {"validation": "test"},
+                    category="solution_type", level="grade",
+                    read_gold=lambda text, record, kind: re.sub(r"\s*\([^()]*\)$", "", text)),  # 9 (apples)
 }  # fmt: skip
 
 GENERATED: dict[str, Callable[[str, int], Iterator[Problem]]] = {  # endless problems of a split, by a seed
@@ -117,12 +107,10 @@ def find_source(name: str, columns: dict[str, str], hub: dict[str, Any]) -> Sour
             "or join some by +; for a local file or folder set --data.name file and --data.path"
         )
 
-    def read_gold(record: Record, kind: AnswerKind) -> str:
-        return "" if kind == "none" else column_text(record, columns.get("answer", "answer"))
-
+    columns = {"prompt": "prompt", "answer": "answer"} | columns
     splits = {theirs: ours for ours, theirs in hub.get("splits", {}).items()}
-    prompt = columns.get("prompt", "prompt")
-    return Source((prompt,), read_gold, name, hub.get("revision"), (hub.get("config"),), splits)
+    configs = (hub.get("config"),)
+    return Source((columns["prompt"],), columns["answer"], name, hub.get("revision"), configs, splits)
 
 
 def default_answer_kind(name: str) -> AnswerKind:
