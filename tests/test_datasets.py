@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from pspo.cli.files import to_jsonl
+from pspo.cli.python import config_from_python
 from pspo.config import DataConfig
 from pspo.rollout import Prompts
 from pspo.tasks.datasets import SPLITS, load_problems
@@ -290,13 +291,16 @@ def test_any_set_of_the_hub(monkeypatch):
     assert {(p.source, type(p.answer)) for p in mixed} == {("me/cities", str), ("arithmetic", str)}
 
 
-def test_an_image_of_the_hub_is_the_same_in_every_process(monkeypatch):
+def test_an_image_is_the_same_in_every_process(monkeypatch, tmp_path):
     """As an object of PIL it would be its memory address in what a resumed run compares."""
 
     def fingerprint(colour: str) -> str:
         table = {"prompt": ["Which colour?"], "answer": [1], "image": [Image.new("RGB", (2, 2), colour)]}
         split = datasets.Dataset.from_dict(table)
         monkeypatch.setattr("datasets.load_dataset", lambda *where, revision: {"test": split})
+        output = {"output_dir": str(tmp_path / colour)}
+        config_from_python(data={"train": split, "test": split}, run=output)
+        assert " at 0x" not in (tmp_path / colour / "data/train.jsonl").read_text()
         return Prompts(load_problems("me/colours", "test"), [[5]]).fingerprint()
 
     assert fingerprint("red") == fingerprint("red") != fingerprint("blue")

@@ -19,6 +19,7 @@ from pspo.cli.parse import make_config
 from pspo.config import TrainConfig
 from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
+from pspo.tasks.files import dataset_records
 
 MAIN_FIELDS = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
 LISTS = ("functions", "terms", "stop_strings")  # fields of which one item may stand alone
@@ -35,7 +36,12 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
     data = settings.get("data", {})
     if "name" in data and not isinstance(data["name"], str):
         data["train"] = data.pop("name")
-    problems = {split: [problem_record(problem) for problem in data.pop(split)] for split in SPLITS if split in data}
+    problems = {}
+    for split in SPLITS:
+        if split in data:
+            rows = data.pop(split)
+            rows = dataset_records(rows) if hasattr(rows, "with_format") else rows
+            problems[split] = [problem_record(row) for row in rows]
     if not problems:
         return make_config(TrainConfig, "pspo.train", words, plain_setting(settings))
 

@@ -85,7 +85,7 @@ def holdout_share(path: Path, holdout: float | None) -> float | None:
 
 
 def hub_parts(source: Source) -> list[Part]:
-    """Splits of a data set of the hub, all its configurations together, as parquet files would have them."""
+    """Splits of a data set of the hub, all its configurations together."""
     import datasets  # slow to import
 
     parts = []
@@ -97,8 +97,7 @@ def hub_parts(source: Source) -> list[Part]:
             raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
         for split, table in tables.items():
             place = " ".join(filter(None, (source.hub_id, config, split)))
-            batches = table.with_format("arrow").iter(1000)  # an image is its bytes, and no object of this process
-            parts.append(Part(split, place, (record for batch in batches for record in files.table_records(batch))))
+            parts.append(Part(split, place, files.dataset_records(table)))
     return parts
 
 
