@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from pspo.tasks.problem import SYSTEM_PROMPT, Messages, check_chat, content_text
+from pspo.tasks.problem import SYSTEM_PROMPT, Messages, check_chat, check_unicode, content_text
 
 TEXT = "\ufdd0"  # two of Unicode's noncharacters
 TOKEN = "\ufdd1"
@@ -34,6 +34,7 @@ def render_prompts(
     that ends in the assistant's turn stays open. Raises ValueError for a chat that `check_chat` refuses, or if the
     template fails, as some do on a system turn.
     """
+    check_unicode(system_prompt, "--data.system_prompt")
     special = special_pattern(tokenizer)
     chats = []
     for prompt in prompts:
