@@ -128,7 +128,7 @@ def test_the_system_prompt_precedes_chats_that_have_none(tokenizer, system_promp
     assert [tokenizer.decode(each) for each in ids] == [rendered(*turns) for turns in expected]
     assert ANSWERED[0] is USER  # what came in is as it was
     assert encode_prompts(tokenizer, chats) == encode_prompts(tokenizer, chats, SYSTEM_PROMPT)  # as the command
-    with pytest.raises(ValueError, match="--data.system_prompt has half of a surrogate pair"):
+    with pytest.raises(ValueError, match=r"--data\.system_prompt has half of a surrogate pair"):
         encode_prompts(tokenizer, ["Hi"], "\udcff")
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}
     refused = {"must end with a turn": ([], [SYSTEM], CALL), "must be a text": (None,), "type image_url": ([image],)}
