@@ -5,7 +5,7 @@ A method has one colour, its settings shades of it. The same numbers give the sa
 
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from pspo.cli.terminal import one_line
 from pspo_lab.runs import Runs
@@ -145,8 +144,9 @@ def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = ""
         with picture(path, 4 * min(2, len(panels)) + 1, 2.4 * math.ceil(len(panels) / 2) + 0.4, x_label) as figure:
             cells = {name: (name, list(style)) for name in panels}
             grid = draw_grid(figure, panels, cells, style, marker, columns=min(2, len(panels)), share_axes=False)
-            handles = legend_handles(grid[0].get_lines())
-            figure.legend(handles=handles, loc="outside right center")
+            handles, names = grid[0].get_legend_handles_labels()
+            once = dict(zip(names, handles, strict=True)).values()  # of several seeds
+            figure.legend(handles=sorted(once, key=lambda line: -line.get_ydata()[-1]), loc="outside right center")
         return [path]
     files = []
     for name, points in panels.items():
@@ -185,7 +185,7 @@ def draw_grid(
     for axes, (title, (panel, coloured)) in zip(grid, cells.items(), strict=False):
         points = panels[panel]
         means = panel_means[panel]
-        axes.set(title=wrap(title), ylim=y_limits(points["y"], means))
+        axes.set_title(wrap(title))
         if len(coloured) < means["row"].nunique():
             axes.add_collection(LineCollection(grey[panel], color=GREY, alpha=0.4, linewidth=0.7, zorder=1))
         for row in coloured:
@@ -211,17 +211,3 @@ def draw_row(axes: Axes, points: pd.DataFrame, means: pd.DataFrame, marker: str,
 
 def wrap(name: str) -> str:
     return textwrap.fill(one_line(name), 28)
-
-
-def legend_handles(lines: Sequence[Line2D]) -> list[Line2D]:
-    """One line of each name, in the order in which they end."""
-    lines_by_name = {line.get_label(): line for line in lines if not line.get_label().startswith("_child")}
-    return sorted(lines_by_name.values(), key=lambda line: -line.get_ydata()[-1])
-
-
-def y_limits(values: pd.Series, means: pd.DataFrame) -> tuple[float, float]:
-    """Limits of a y axis: the values, the intervals that are drawn, and a margin."""
-    banded = means[means["seeds"] >= SEEDS_FOR_AN_INTERVAL]
-    visible = pd.concat([values, banded["low"], banded["high"]])
-    margin = 0.05 * (visible.max() - visible.min()) or 0.05
-    return visible.min() - margin, visible.max() + margin

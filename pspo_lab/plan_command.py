@@ -10,27 +10,24 @@ from collections.abc import Sequence
 import pandas as pd
 
 from pspo.cli.parse import parse, user_errors
-from pspo_lab.plan_cost import PlanConfig, Strategy, candidates, choose, memory, messages, seconds, shapes, total
+from pspo_lab.plan_cost import PlanConfig, Strategy, choose, memory, messages, seconds, shapes, total
 from pspo_lab.plan_shapes import Shape
 
 
 def row(name: str, shape: Shape, config: PlanConfig, gpus: int) -> dict[str, object]:
     """One line of the table: the model on so many GPUs, by the fastest strategy that fits."""
-    s = choose(shape, config, gpus)
-    tried = [s] if s else candidates(gpus)
-    gigabytes = [[sum(parts.values()) / 1e9 for parts in memory(shape, config, one).values()] for one in tried]
-    cells = {"model": name, "GPUs": gpus, "strategy": s.name if s else "does not fit"}
-    least = min(gigabytes, key=max)  # if none fits, of the one that needs least
-    for phase, gb in zip(("rollout", "training"), least, strict=True):
-        cells[f"GB {phase}"] = f"{gb:.1f}"
-    return cells | time_cells(shape, config, s, gpus) if s else cells
+    s, fits = choose(shape, config, gpus)
+    cells = {"model": name, "GPUs": gpus, "strategy": s.name if fits else "does not fit"}
+    for phase, parts in memory(shape, config, s).items():
+        cells[f"GB {phase}"] = f"{sum(parts.values()) / 1e9:.1f}"
+    return cells | time_cells(shape, config, s) if fits else cells
 
 
-def time_cells(shape: Shape, config: PlanConfig, s: Strategy, gpus: int) -> dict[str, object]:
+def time_cells(shape: Shape, config: PlanConfig, s: Strategy) -> dict[str, object]:
     """Seconds, bytes and rates of a placement that fits."""
     phases = seconds(shape, config, s)
     draw, train = (sum(parts.values()) for parts in phases.values())
-    rollout_gb, step_gb = (size * (1 - 1 / gpus) / 1e9 for size, _ in messages(shape, config, s))
+    rollout_gb, step_gb = (size * (1 - 1 / s.gpus) / 1e9 for size, _ in messages(shape, config, s))
     rollout = config.rollout
     tokens = rollout.prompts * rollout.group_size * (config.plan.prompt_tokens + config.completion_tokens)
     alone = total(seconds(shape, config, Strategy("none", 1)))
@@ -42,7 +39,7 @@ def time_cells(shape: Shape, config: PlanConfig, s: Strategy, gpus: int) -> dict
         "GB sent/step": f"{step_gb:.1f}",
         "hours": f"{rollouts * total(phases) / 3600:.2f}",
         "tokens/s": f"{tokens / total(phases):,.0f}",
-        "efficiency": f"{alone / gpus / total(phases):.0%}",
+        "efficiency": f"{alone / s.gpus / total(phases):.0%}",
     }
 
 
@@ -50,12 +47,13 @@ def details(shape: Shape, config: PlanConfig, unit: str) -> pd.DataFrame:
     """Memory (GB) or time (ms) by part, with a column for each number of GPUs that the model fits."""
     columns = {}
     for gpus in config.plan.gpus:
-        if s := choose(shape, config, gpus):
-            phases, scale = (memory(shape, config, s), 1e9) if unit == "GB" else (seconds(shape, config, s), 1e-3)
+        s, fits = choose(shape, config, gpus)
+        if fits:
+            phases = memory(shape, config, s) if unit == "GB" else seconds(shape, config, s)
             columns[f"{gpus}: {s.name}"] = {
-                f"{phase}: {part}": value / scale for phase, parts in phases.items() for part, value in parts.items()
+                f"{phase}: {part}": value for phase in phases for part, value in phases[phase].items()
             }
-    table = pd.DataFrame(columns).rename_axis(columns=unit)
+    table = pd.DataFrame(columns).rename_axis(columns=unit) / (1e9 if unit == "GB" else 1e-3)
     return table[(table != 0).any(axis=1)]
 
 
@@ -73,9 +71,8 @@ def main(args: Sequence[str] | None = None) -> None:
     rows = [row(name, shape, config, gpus) for name, shape in models.items() for gpus in plan.gpus]
     print(pd.DataFrame(rows).fillna("-").to_string(index=False))
     if len(models) == 1:
-        for shape in models.values():
-            for unit in ("GB", "ms"):
-                table = details(shape, config, unit)
-                if len(table):
-                    print(f"\n{table.to_string(float_format='{:,.2f}'.format)}")
+        for unit in ("GB", "ms"):
+            table = details(*models.values(), config, unit)
+            if len(table):
+                print(f"\n{table.to_string(float_format='{:,.2f}'.format)}")
     print(f"\nGroups stay whole: at most {rollout.prompts} GPUs have work.")

@@ -317,15 +317,13 @@ def total(phases: dict[str, dict[str, float]]) -> float:
     return sum(sum(parts.values()) for parts in phases.values())
 
 
-def candidates(gpus: int) -> list[Strategy]:
-    """Placements on all GPUs."""
-    return [Strategy(name, gpus) for name in (("none",) if gpus == 1 else ("ddp", "fsdp2"))]
-
-
-def choose(shape: Shape, config: PlanConfig, gpus: int) -> Strategy | None:
-    """The fastest strategy that fits."""
-    fitting = []
-    for s in candidates(gpus):
-        if max(sum(parts.values()) for parts in memory(shape, config, s).values()) <= config.gpu.memory:
-            fitting.append(s)
-    return min(fitting, key=lambda s: total(seconds(shape, config, s)), default=None)
+def choose(shape: Shape, config: PlanConfig, gpus: int) -> tuple[Strategy, bool]:
+    """The fastest strategy that fits, and True; if none does, the one that needs least memory, and False."""
+    needs = {}
+    for name in ("none",) if gpus == 1 else ("ddp", "fsdp2"):
+        s = Strategy(name, gpus)
+        needs[s] = max(sum(parts.values()) for parts in memory(shape, config, s).values())
+    fitting = [s for s in needs if needs[s] <= config.gpu.memory]
+    if not fitting:
+        return min(needs, key=needs.get), False
+    return min(fitting, key=lambda s: total(seconds(shape, config, s))), True

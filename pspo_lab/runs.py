@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,11 @@ class LabRun:
 
 @dataclass(frozen=True)
 class Runs:
-    """Three tables, joined by `run`, its folder.
+    """Tables, joined by `run`, its folder.
 
     Attributes:
         configs: indexed by run; every switch, and the experiments: the folders above the setting's, of the run and of
             those with its setting and seed that are left out.
-        metrics: run, step and the metrics, one row per rollout.
         numbers: one row per number of a summary or an evaluation: run (missing: of a model that no run trained), stage
             ("before" training, "after" it: of the returned model, "final": of the last one), model (that the run began
             with), evaluation ("summary", or its folder's name), data, split, n, limit (tokens of a completion),
@@ -76,19 +76,21 @@ class Runs:
     """
 
     configs: pd.DataFrame
-    metrics: pd.DataFrame
     numbers: pd.DataFrame
     folders: dict[str, LabRun]
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """Run, step and the metrics, one row per rollout."""
+        parts = [self.folders[run].metrics.assign(run=run) for run in self.configs.index]
+        return pd.concat(parts or [pd.DataFrame(columns=["run", "step"])], ignore_index=True)
 
     def take(self, runs: Sequence[str]) -> "Runs":
         """These runs, in this order, and the evaluations of models that no run trained."""
         place = {run: i for i, run in enumerate(runs)}
-
-        def rows(table: pd.DataFrame) -> pd.DataFrame:
-            table = table[table["run"].isin(runs) | table["run"].isna()]
-            return table.sort_values("run", key=lambda run: run.map(place), kind="stable")
-
-        return replace(self, configs=self.configs.loc[runs], metrics=rows(self.metrics), numbers=rows(self.numbers))
+        numbers = self.numbers[self.numbers["run"].isin(runs) | self.numbers["run"].isna()]
+        numbers = numbers.sort_values("run", key=lambda run: run.map(place), kind="stable")
+        return replace(self, configs=self.configs.loc[runs], numbers=numbers)
 
     def finished(self) -> list[str]:
         """The runs that have a summary."""
@@ -144,7 +146,6 @@ def read_runs(roots: Sequence[Path]) -> Runs:
 
     runs: dict[str, LabRun] = {}
     configs: dict[str, Row] = {}
-    metrics: list[pd.DataFrame] = []
     numbers: list[Row] = []
     for folder in sorted(run_folders):
         with skip_unreadable(folder):
@@ -157,17 +158,15 @@ def read_runs(roots: Sequence[Path]) -> Runs:
             full = experiment.name.removesuffix("-search")
             if full != experiment.name and (experiment.parent / full / "selection.json").exists():
                 configs[name]["search"] = True  # its runs choose, and confirm nothing
-            metrics.append(run.metrics.assign(run=name))
     for folder in sorted(evaluation_folders):
         with skip_unreadable(folder):
             numbers += checked_rows(evaluation_rows(folder, runs))
-    if not metrics and not numbers:
+    if not runs and not numbers:
         raise ValueError("no run and no evaluation in " + ", ".join(map(str, roots)))
 
     table = pd.DataFrame(list(configs.values()), index=list(configs), dtype=object)
     table = table.reindex(columns=sorted({MODEL, DATA, SURROGATE, *NOT_COMPARED, *table}))
-    metrics = pd.concat(metrics or [pd.DataFrame(columns=["run", "step"])], ignore_index=True)
-    return sort_runs(Runs(table.where(table.notna(), None), metrics, pd.DataFrame(numbers, columns=NUMBERS), runs))
+    return sort_runs(Runs(table.where(table.notna(), None), pd.DataFrame(numbers, columns=NUMBERS), runs))
 
 
 def sort_runs(runs: Runs) -> Runs:

@@ -39,8 +39,8 @@ from pspo.tasks.files import local_path
 from pspo_lab.sweep_plan import WEIGHTS, Job, Method, SweepConfig, make_plan, switch_words
 
 
-class Workers:
-    """Processes that carry out jobs, and hold the sweep's ``lock``."""
+class JobRunner:
+    """Runs jobs in processes of their own, which hold the sweep's ``lock``."""
 
     def __init__(self, sweep: SweepConfig, lock: IO[Any]) -> None:
         gpus = [] if sweep.launcher else dist.visible_gpus()
@@ -145,21 +145,18 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def show_plan(plan: list[Method]) -> None:
-    """Print all runs, or the settings of a search, then runs and training tokens by experiment and stage."""
+    """Print all runs, or the settings of a search, then the number of runs by experiment and stage."""
     rows = []
     for method in plan:
-        if len(method.stages) == 1:
-            for job in method.jobs(list(method.stages), list(method.settings)):
-                print(job.folder, "(finished)" if job.finished else "")
-        else:
+        if len(method.stages) > 1:
             print(*(f"{method.experiment}/{setting}" for setting in method.settings), sep="\n")
         for stage, n in method.stages.items():
-            jobs = method.jobs([stage], list(method.settings)[:n])
-            if stage != "untrained":
-                finished = sum(job.finished for job in jobs)
-                tokens = sum(job.tokens for job in jobs)
-                rows.append((method.experiment, stage, len(jobs), finished, tokens))
-    table = pd.DataFrame(rows, columns=["experiment", "stage", "runs", "finished", "tokens, at most"])
+            for job in method.jobs([stage], list(method.settings)[:n]):
+                if len(method.stages) == 1:
+                    print(job.folder, "(finished)" if job.finished else "")
+                if stage != "untrained":
+                    rows.append((method.experiment, stage, 1, job.finished))
+    table = pd.DataFrame(rows, columns=["experiment", "stage", "runs", "finished"])
     print(f"\n{table.groupby(['experiment', 'stage'], sort=False).sum()}\n\n{table.sum(numeric_only=True).to_string()}")
 
 
@@ -170,20 +167,20 @@ def run_plan(sweep: SweepConfig, plan: list[Method]) -> None:
     with (output / ".lock").open("a") as file:
         if not lock(file):
             raise ValueError(f"--output {output} is in use by another sweep or its runs: wait, or choose another")
-        workers = Workers(sweep, file)
+        runner = JobRunner(sweep, file)
         try:
-            asyncio.run(run_stages(workers, plan, output))
+            asyncio.run(run_stages(runner, plan, output))
         except asyncio.CancelledError:
             print("\nstopped; the same command resumes", file=sys.stderr)
             raise SystemExit(130) from None
-    for folder, reason in workers.failed.items():
+    for folder, reason in runner.failed.items():
         print(f"failed: {folder}: {reason} (see {folder.with_suffix('.log')})", file=sys.stderr)
-    if workers.failed:
+    if runner.failed:
         raise SystemExit("--retry_failed runs them again; a search with failed runs selects nothing")
     print(f"all runs are finished: {output}\ncompare them: pspo report {output}")
 
 
-async def run_stages(workers: Workers, plan: list[Method], output: Path) -> None:
+async def run_stages(runner: JobRunner, plan: list[Method], output: Path) -> None:
     """Run the stages of all methods one after the other, and write what the search selected."""
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
@@ -193,11 +190,11 @@ async def run_stages(workers: Workers, plan: list[Method], output: Path) -> None
             (output / name).mkdir(exist_ok=True)
             write_json(output / name / "selection.json", {m.name: m.selection() for m in due if m.experiment == name})
         jobs = [job for m in due for job in m.jobs([stage], m.chosen(stage))]
-        unfinished = [job for job in jobs if not job.finished]
-        for job in [job for job in jobs if job.finished]:  # which may have left files
-            await workers.carry_out(job)
-        tasks = [asyncio.create_task(workers.carry_out(job)) for job in unfinished]
-        with Bar(desc=stage, total=len(jobs), initial=len(jobs) - len(tasks), unit="run", quiet=not tasks) as bar:
+        finished = [job for job in jobs if job.finished]
+        for job in finished:  # which may have left files
+            await runner.carry_out(job)
+        tasks = [asyncio.create_task(runner.carry_out(job)) for job in jobs if job not in finished]
+        with Bar(desc=stage, total=len(jobs), initial=len(finished), unit="run", quiet=not tasks) as bar:
             for task in asyncio.as_completed(tasks):
                 await task
                 bar.advance()

@@ -68,7 +68,7 @@ class SweepConfig:
         processes: of each run, started by torchrun, a GPU each; above 1, `shared` needs distributed.strategy.
         launcher: command that runs {command}, one word, and waits, as "srun sh -c {command}"; unset, runs start here.
         retry_failed: run failed runs again.
-        dry_run: print settings, runs and tokens, and run nothing.
+        dry_run: print settings and runs, and run nothing.
     """
 
     experiments: dict[str, Experiment]
@@ -83,7 +83,7 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """A training run of at most ``tokens`` tokens, and the evaluations of its best model by folder.
+    """A training run, and the evaluations of its best model by folder.
 
     In the stage "untrained" there are the evaluations alone, of the model that the runs begin with.
     """
@@ -93,7 +93,6 @@ class Job:
     setting: str
     seed: int
     config: dict[str, Any]
-    tokens: int
     evaluate: dict[str, Switches]
 
     @property
@@ -235,7 +234,7 @@ def untrained_evaluations(sweep: SweepConfig, name: str, jobs: list[Job]) -> Met
         setting = re.sub(r"[^\w.=+-]", "_", "-".join(filter(None, [model_name, revision])))
         folder = Path(sweep.output, name, "untrained", setting)
         evaluate = sweep.experiments[name].evaluate
-        possible.append(replace(job, folder=folder, stage="untrained", setting=setting, tokens=0, evaluate=evaluate))
+        possible.append(replace(job, folder=folder, stage="untrained", setting=setting, evaluate=evaluate))
     return Method(name, "untrained", {job.setting: {} for job in possible}, {"untrained": None}, possible)
 
 
@@ -257,18 +256,8 @@ def setting_jobs(
             values = switch_values | {"run": switch_values["run"] | {"seed": seed, "output_dir": str(folder)}}
             evaluate = {} if searching else sweep.experiments[name].evaluate
             require_same_switches(folder, values, ["run.output_dir"])
-            jobs.append(Job(folder, stage, setting, seed, values, most_tokens(config), evaluate))
+            jobs.append(Job(folder, stage, setting, seed, values, evaluate))
     return jobs
-
-
-def most_tokens(config: TrainConfig) -> int:
-    """Tokens of a run's rollouts, prompts included, if all are as long as they may be."""
-    rollout = config.rollout
-    steps = config.algorithm.epochs * config.algorithm.minibatches
-    completions = rollout.prompts * rollout.group_size * (1 + rollout.resample)
-    tokens = completions * (config.data.max_prompt_tokens + rollout.max_completion_tokens)
-    most = (config.run.max_tokens or math.inf) + tokens
-    return min(math.ceil(config.run.max_steps / steps) * tokens, most)
 
 
 def grid_points(grid: Switches | list[Switches]) -> list[Switches]:

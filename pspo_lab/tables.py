@@ -11,17 +11,15 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t
 
-from pspo.cli.terminal import clip, one_line
+from pspo.cli.terminal import one_line
 from pspo_lab.runs import Runs
 from pspo_lab.settings import SEED, methods, setting_numbers
 
 BASELINES = ("Clip", "NoClip")  # of the paired differences
 TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
 SEEDS_FOR_AN_INTERVAL = 3
-TERMINAL = 100  # characters in a line
-LEARNING = ["final reward", "peak reward", "area under the curve", "steps to peak", "rollouts to peak", "collapsed (%)",
-            "best trained validation reward", "final validation reward"]  # fmt: skip
-COMPARED = ("final reward", "peak reward", "area under the curve", *LEARNING[-2:])
+COMPARED = ("final reward", "peak reward", "area under the curve", "best trained validation reward",
+            "final validation reward")  # fmt: skip
 SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
 RANGES = {  # of metrics and of the tables' columns, which their intervals keep to
     (0.0, 1.0): re.compile(r"^(?!reward/|logged/|resampled).*(accuracy|gold anywhere|pass@|maj@|share)|^ess|\(%\)$"),
@@ -107,18 +105,17 @@ def learning(runs: Runs) -> pd.DataFrame:
         peak_at = int(windows.argmax()) + len(rollouts) - len(windows)  # the last rollout of the best window
         final = windows[-1]
         peak = windows.max()
-        collapsed = float(final < peak / 2) if peak > 0 else np.nan  # half of a negative peak is above it
-        rows[run] = [
-            final,
-            peak,
-            rollouts["reward"].mean(),
-            rollouts["step"].iloc[peak_at],
-            peak_at + 1,
-            collapsed,
-            validation.max(),
-            validation.iloc[-1] if len(validation) else np.nan,
-        ]
-    table = pd.DataFrame.from_dict(rows, orient="index", columns=LEARNING)
+        rows[run] = {
+            "final reward": final,
+            "peak reward": peak,
+            "area under the curve": rollouts["reward"].mean(),
+            "steps to peak": rollouts["step"].iloc[peak_at],
+            "rollouts to peak": peak_at + 1,
+            "collapsed (%)": float(final < peak / 2) if peak > 0 else np.nan,  # half of a negative peak is above it
+            "best trained validation reward": validation.max(),
+            "final validation reward": validation.iloc[-1] if len(validation) else np.nan,
+        }
+    table = pd.DataFrame.from_dict(rows, orient="index")
     best_step = runs.numbers[runs.numbers["measure"] == "best_step"].set_index("run")["value"]
     table["returned untrained (%)"] = (best_step == 0).astype(float)
     return run_rows(table)
@@ -144,20 +141,19 @@ def compared(runs: Runs) -> pd.DataFrame:
 def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
     """Every setting minus every baseline of its experiment, by seed; of two baselines one difference."""
     configs = runs.configs
-    about = configs[["experiments", SEED]].assign(label=labels)
-    values = compared(runs).join(about, on="run").explode("experiments")
     treatments = [name for name in configs if name.startswith(TREATMENT)]
-    rest = setting_numbers(configs, ignore=treatments)
-    first = labels[configs.index].drop_duplicates().index  # a run of each setting
-    differences = {}
-    for baseline in first[methods(configs)[first].isin(BASELINES)]:
-        for other in first[rest[first] == rest[baseline]]:
-            if other != baseline and (baseline, other) not in differences:
-                both = (values[values["label"] == labels[run]] for run in (other, baseline))
-                pairs = pd.merge(*both, on=["experiments", SEED, "column"]).drop_duplicates([SEED, "column"])
-                row = f"{labels[other]} - {labels[baseline]}"
-                differences[other, baseline] = pairs.assign(row=row, value=pairs["value_x"] - pairs["value_y"])
-    return pd.concat(differences.values()) if differences else pd.DataFrame(columns=["row", "column", "value"])
+    about = configs[["experiments", SEED]].assign(
+        label=labels[configs.index],
+        place=labels[configs.index].factorize()[0],
+        is_baseline=methods(configs).isin(BASELINES),
+        rest=setting_numbers(configs, ignore=treatments),
+    )
+    values = compared(runs).join(about, on="run").explode("experiments")
+    pairs = values.merge(values[values["is_baseline"]], on=["experiments", SEED, "rest", "column"])
+    pairs = pairs[(pairs["place_x"] > pairs["place_y"]) | ~pairs["is_baseline_x"].astype(bool)]
+    pairs = pairs.drop_duplicates(["label_x", "label_y", SEED, "column"])
+    pairs = pairs.sort_values(["place_y", "place_x"], kind="stable")
+    return pairs.assign(row=pairs["label_x"] + " - " + pairs["label_y"], value=pairs["value_x"] - pairs["value_y"])
 
 
 def run_rows(numbers: pd.DataFrame) -> pd.DataFrame:
@@ -280,14 +276,11 @@ def report_text(cells: pd.DataFrame) -> str:
 
 
 def terminal_text(cells: pd.DataFrame) -> str:
-    """Tables as text, without gold anywhere; long names lack their middle, unless two become the same."""
+    """Tables as text, without gold anywhere."""
     parts = []
     for test, texts in split_by_test(cells[~cells["column"].str.endswith("gold anywhere (%)")]):
-        names = {row: clip(row, TERMINAL // 2) for row in texts.index}
-        if len(set(names.values())) < len(names):
-            names = {row: one_line(row) for row in texts.index}
-        texts = texts.rename(index=names, columns=one_line)
-        parts += [one_line(test), texts.to_string(line_width=TERMINAL)]
+        texts = texts.rename(index=one_line, columns=one_line)
+        parts += [one_line(test), texts.to_string(line_width=100)]
     return "\n\n".join(parts)
 
 
