@@ -47,9 +47,10 @@ def render_prompts(
         template = tokenizer.get_chat_template(tools=tools)
         if "strftime_now" in template:
             template = f"{clock_macro()}\n{template}"
+        takes_parts = PARTS.search(template)
         texts = []
         for chat in chats:
-            if not PARTS.search(template):
+            if not takes_parts:
                 chat = [turn | {"content": content_text(turn)} if turn.get("content") else turn for turn in chat]
             is_begun = chat[-1]["role"] == "assistant"
             text = tokenizer.apply_chat_template(

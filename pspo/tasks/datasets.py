@@ -64,9 +64,10 @@ def local_parts(path: Path, skip: str = "") -> list[Part]:
 
 def has_text_answers(path: Path, column: str) -> bool:
     """True if a local file or folder has gold answers, and none of the first 1,000 is a number."""
-    values = (files.nested_value(record, column) for part in local_parts(path) for record in part.records)
-    golds = [parse_gold(str(value)) for value in islice((value for value in values if value not in (None, "")), 1000)]
-    return bool(golds) and not any(gold is not None for gold in golds)
+    records = (record for part in local_parts(path) for record in part.records)
+    texts = (files.column_text(record, column, is_optional=True) for record in records)
+    golds = [parse_gold(text) for text in islice(filter(None, texts), 1000)]
+    return bool(golds) and golds.count(None) == len(golds)
 
 
 def holdout_share(path: Path, holdout: float | None) -> float | None:
@@ -131,15 +132,15 @@ def read_problem(source: Source, name: str, kind: AnswerKind, record: files.Reco
     gold = ""
     if kind != "none":
         gold = source.read_gold(files.column_text(record, source.answer), record, kind).strip()
-    category = files.optional_text(record, source.category)
+    category = files.column_text(record, source.category, is_optional=True)
     return Problem(
         prompt=files.read_prompt(record, columns),
         answer=gold,
         fields={column: files.plain(value) for column, value in record.items() if column not in columns},
         source=name,
         category=MISSPELT.get(category, category),
-        level=files.optional_text(record, source.level),
-        solution=files.optional_text(record, source.solution),
+        level=files.column_text(record, source.level, is_optional=True),
+        solution=files.column_text(record, source.solution, is_optional=True),
     )
 
 

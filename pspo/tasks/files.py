@@ -39,19 +39,14 @@ def nested_value(record: Record, column: str) -> Any:
     return None if value != value else value
 
 
-def column_text(record: Record, column: str) -> str:
-    """A column as text, "" if it is empty; ValueError if it is missing, or no text or number."""
-    if column not in record and column.split(".")[0] not in record:
-        raise ValueError(f"no column {column!r}, only {', '.join(record)}; check --data.name and --data.columns")
+def column_text(record: Record, column: str, is_optional: bool = False) -> str:
+    """A column as text, "" if it is empty; unless it is optional, ValueError if it is missing, or no text or number."""
     value = nested_value(record, column)
-    if not isinstance(value, str | int | float | Decimal | None):
-        raise ValueError(f"column {column!r} is a {type(value).__name__}, not text or a number")
-    return optional_text(record, column)
-
-
-def optional_text(record: Record, column: str) -> str:
-    """A column as text, "" if it is missing or empty."""
-    value = nested_value(record, column)
+    if not is_optional:
+        if column not in record and column.split(".")[0] not in record:
+            raise ValueError(f"no column {column!r}, only {', '.join(record)}; check --data.name and --data.columns")
+        if not isinstance(value, str | int | float | Decimal | None):
+            raise ValueError(f"column {column!r} is a {type(value).__name__}, not text or a number")
     return "" if value is None else str(value).strip()
 
 
