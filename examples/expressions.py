@@ -7,6 +7,8 @@ import ast
 import operator
 from fractions import Fraction
 
+from pspo.tasks import Problem
+
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
@@ -20,12 +22,12 @@ def value(node: ast.expr) -> Fraction:
     raise ValueError("not an expression of numbers")
 
 
-def solves(completions: list[str], answer: list[Fraction], **kwargs: object) -> list[float]:
+def solves(completions: list[str], problems: list[Problem], **kwargs: object) -> list[float]:
     """1 where the whole completion is an expression whose value is the gold answer, else 0."""
     rewards = []
-    for text, gold in zip(completions, answer, strict=True):
+    for text, problem in zip(completions, problems, strict=True):
         try:
-            rewards.append(float(value(ast.parse(text.strip(), mode="eval").body) == gold))
+            rewards.append(float(value(ast.parse(text.strip(), mode="eval").body) == problem.answer))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             rewards.append(0.0)
     return rewards
