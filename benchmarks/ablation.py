@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-import pspo.rollout.decode
+import pspo.rollout.drawing
 import pspo.update.batching
 from benchmarks.workloads import WORKLOADS, Setup, model_folder, parser, set_up
 from pspo.losses import Clip
@@ -50,10 +50,10 @@ TRAINING = {  # what is off, by what patch
     UNFUSED: AS_IT_IS,
     BONUS: AS_IT_IS,
 }
-BY_A_RACE = {"sample_nucleus": pspo.rollout.decode.sample_race}
+BY_A_RACE = {"sample_nucleus": pspo.rollout.drawing.sample_race}
 GENERATION = {  # what is off: decoder, and what is patched
     "everything on": ("pspo", AS_IT_IS),
-    "the nucleus by a race": ("pspo", partial(mock.patch.multiple, pspo.rollout.decode, **BY_A_RACE)),
+    "the nucleus by a race": ("pspo", partial(mock.patch.multiple, pspo.rollout.drawing, **BY_A_RACE)),
     "fixed shapes, no row dropped": ("graphs", AS_IT_IS),
     "the library's loop": ("hf", AS_IT_IS),
 }

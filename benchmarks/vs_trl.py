@@ -49,7 +49,7 @@ import torch
 from benchmarks.workloads import CPU, WORKLOADS, Workload, model_folder, parser, set_up, spread
 from pspo.config import SYSTEM_PROMPT
 from pspo.model import token_logprobs
-from pspo.rollout import Prompts, Sampler
+from pspo.rollout import How, PolicySampler, Prompts
 from pspo.rollout.engine import EngineSampler
 from pspo.update import update
 
@@ -114,7 +114,8 @@ def run_pspo(
     learner = s.learner()
     records = []
     loaded = resident_mb()
-    sampler = Sampler(s.policy, s.tokenizer, sampling, config.model.autocast)
+    sampler = PolicySampler(s.tokenizer, config.model.autocast)
+    how = How(sampling, s.policy if engine is None else None)
     if engine is not None:
         sampler = EngineSampler(engine, learner, sampler)
     torch.manual_seed(0)
@@ -122,7 +123,7 @@ def run_pspo(
         clock = Clock(device, wall=vllm)
         rows = slice(first, first + workload.prompts)
         with clock("generate"):
-            rollout = sampler.draw(Prompts(s.problems[rows], s.prompts[rows]), workload.group_size)
+            rollout = sampler.draw(Prompts(s.problems[rows], s.prompts[rows]), workload.group_size, how)
         with clock("reward"):
             advantages = workload.advantages(rollout, s.problems[rows])
         record = {"tokens": rollout.tokens, "old log-probs": 0.0, "loaded_mb": loaded}

@@ -50,8 +50,8 @@ def draw(run: Run) -> Experience:
     """Draw a rollout of the next prompts and score it; with a lag, keep the log-probs of the policy that drew it."""
     config = run.config
     indices, prompts = run.stream.next(config.rollout.prompts)
-    with run.phase("generate"):
-        rollout = run.sampler.draw(prompts, config.rollout.group_size)
+    with run.phase("generate"), dist.unsharded(run.how.model):
+        rollout = run.sampler.draw(prompts, config.rollout.group_size, run.how)
     experience = score(run, indices, rollout)
     if config.rollout.resample > 0:
         experience = resample(run, experience)
@@ -122,8 +122,8 @@ def resample(run: Run, experience: Experience) -> Experience:
         if missing == 0:
             break
         indices, prompts = run.stream.next(missing * dist.world_size())
-        with run.phase("generate"):
-            rollout = run.sampler.draw(prompts, run.config.rollout.group_size)
+        with run.phase("generate"), dist.unsharded(run.how.model):
+            rollout = run.sampler.draw(prompts, run.config.rollout.group_size, run.how)
         fresh = score(run, indices, rollout)
         experience = add_advantages(run, refill(experience, fresh))
     return experience

@@ -13,8 +13,9 @@ import pspo.rollout.graphs
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig
 from pspo.model import autocast, load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import Sampling, encode_prompts, generate, make_sampling
-from pspo.rollout.decode import in_nucleus, sample_nucleus, sample_race
-from pspo.rollout.generate import find_decoder
+from pspo.rollout.drawing import in_nucleus, sample_nucleus, sample_race
+from pspo.rollout.generators import Generators
+from pspo.rollout.sampling import find_decoder
 from pspo.run.folders import save_model
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7, 9], [11]]
@@ -219,6 +220,12 @@ def test_out_of_memory_draws_as_with_fewer_rows_from_the_start(tiny_model, token
     assert completions(other) != completions(expected)
     with pytest.warns(UserWarning, match="out of memory: drawing as with --rollout.max_rows"):
         drawn = seeded(7, Scarce(model, 4), tokenizer, prompts, sampling, group_size=2)
+    assert completions(drawn) == completions(expected)
+    generators, resumed = (Generators(torch.device("cpu"), 0) for _ in range(2))
+    with pytest.warns(UserWarning, match="out of memory"):
+        generate(Scarce(model, 4), tokenizer, prompts, sampling, 2, generators)
+    resumed.load_state_dict(generators.state_dict())  # a run stays at fewer rows, and so does one that resumes it
+    drawn = seeded(7, model, tokenizer, prompts, sampling, group_size=2, generators=resumed)
     assert completions(drawn) == completions(expected)
     expected = seeded(7, Scarce(model, 1), tokenizer, prompts, replace(sampling, max_rows=1), group_size=2)
     with pytest.warns(UserWarning, match="out of memory"):  # down to less than a group

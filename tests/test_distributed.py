@@ -24,7 +24,7 @@ from pspo.environments import EnvironmentSampler
 from pspo.losses import GMPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Prompts, Rollout, Sampling, encode_prompts
-from pspo.rollout.sampler import Sampler, UnshardedSampler
+from pspo.rollout.sampler import How, PolicySampler
 from pspo.rollout.types import Nucleus
 from pspo.tasks import Problem
 from pspo.update import keep_logprobs, update
@@ -132,8 +132,9 @@ def play(policy, rank: int) -> tuple[list[list[int]], list[int]]:
     sampling = Sampling(stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, 1.0, 0.9, max_completion_tokens=300)
     prompts = Prompts([Problem(text) for text in TEXTS[rank::2]], encode_prompts(tokenizer, TEXTS[rank::2]))
     torch.manual_seed(rank)
-    sampler = EnvironmentSampler(Sampler(policy, tokenizer, sampling), Patient)
-    rollout = UnshardedSampler(sampler, policy).draw(prompts, 2)
+    sampler = EnvironmentSampler(PolicySampler(tokenizer), Patient, tokenizer, policy.config)
+    with dist.unsharded(policy):
+        rollout = sampler.draw(prompts, 2, How(sampling, policy))
     return rollout.completion_ids.tolist(), rollout.turns.tolist()
 
 
@@ -144,8 +145,8 @@ def roll_out(policy, rank: int) -> list[list[int]]:
     sampling = Sampling(stops, tokenizer.pad_token_id, 1.0, 0.9, max_completion_tokens=8 + 12 * rank)
     torch.manual_seed(rank)
     prompts = Prompts([Problem(text) for text in TEXTS[rank::2]], encode_prompts(tokenizer, TEXTS[rank::2]))
-    sampler = UnshardedSampler(Sampler(policy, tokenizer, sampling), policy)
-    return sampler.draw(prompts, 2).completion_ids.tolist()
+    with dist.unsharded(policy):
+        return PolicySampler(tokenizer).draw(prompts, 2, How(sampling, policy)).completion_ids.tolist()
 
 
 @pytest.fixture(scope="module")

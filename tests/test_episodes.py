@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from pspo.environments.tools import parse_calls
 from pspo.model import ASSETS, load_model_config, load_policy, load_tokenizer, token_logprobs
 from pspo.model.chat import completion_texts, encode, render_prompts
 from pspo.model.find import set_template_defaults
-from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, left_pad, load_prompts, make_sampling
+from pspo.rollout import How, PolicySampler, Prompts, Rollout, encode_prompts, left_pad, load_prompts, make_sampling
 from pspo.tasks import ExactMatch, FormatReward, Problem, SoftOverlong, total_rewards
 from pspo.tasks.calculator import Calculator, calculate
 
@@ -105,7 +106,8 @@ def prompts(tokenizer):
 @pytest.fixture(scope="module")
 def greedy(policy, tokenizer, sampling):
     """Plays `Echo` by greedy turns."""
-    return EnvironmentSampler(Sampler(policy, tokenizer, sampling.greedy()), Echo)
+    sampler = EnvironmentSampler(PolicySampler(tokenizer), Echo, tokenizer, policy.config)
+    return partial(sampler.draw, how=How(sampling.greedy(), policy))
 
 
 def rows_of(rollout):
@@ -119,17 +121,12 @@ class Script:
     """A sampler that writes what it is told, row by row, and keeps the contexts it was given."""
 
     tokenizer: object
-    sampling: Sampling
     turns: deque
     calls: list = field(default_factory=list)
-    model_config: object = field(default_factory=lambda: load_model_config(ModelConfig()))
 
-    def with_sampling(self, sampling):
-        return replace(self, sampling=sampling)
-
-    def draw(self, prompts, group_size):
+    def draw(self, prompts, group_size, how):
         prompts = prompts.ids
-        self.calls.append(([list(prompt) for prompt in prompts], self.sampling.max_completion_tokens))
+        self.calls.append(([list(prompt) for prompt in prompts], how.sampling.max_completion_tokens))
         texts, eos = self.turns.popleft(), [self.tokenizer.eos_token_id]
         rows = [self.tokenizer(text.removesuffix("|"))["input_ids"] + eos * text.endswith("|") for text in texts]
         assert len(rows) == len(prompts) * group_size
@@ -144,10 +141,11 @@ class Script:
 
 def play(tokenizer, sampling, *turns, group_size, environment=Echo):
     """The rollout of an episode with these turns of the model, and the script that wrote them."""
-    script = Script(tokenizer, sampling, deque(turns))
+    script = Script(tokenizer, deque(turns))
     question = "What is 3 + 4?"
     prompts = Prompts([Problem(question)], encode_prompts(tokenizer, [question], ""))
-    return EnvironmentSampler(script, environment).draw(prompts, group_size), script, prompts.ids
+    sampler = EnvironmentSampler(script, environment, tokenizer, load_model_config(ModelConfig()))
+    return sampler.draw(prompts, group_size, How(sampling)), script, prompts.ids
 
 
 # ---------------------------------------------------------------- the episode
@@ -268,9 +266,10 @@ def test_tools_are_called_in_the_templates_own_format(sampling):
     whole = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)
     turns = [turn.partition("<|im_end|>")[0] for turn in whole.split("<|im_start|>assistant\n")[1:]]
     long = replace(sampling, max_completion_tokens=999)
-    script = Script(tokenizer, long, deque([[f"{turn}|"] for turn in turns]))
+    script = Script(tokenizer, deque([[f"{turn}|"] for turn in turns]))
     prompts = Prompts([Problem("What is 3 + 4?")], encode(tokenizer, [begin]))
-    rollout = EnvironmentSampler(script, ToolCalculator).draw(prompts, 1)
+    sampler = EnvironmentSampler(script, ToolCalculator, tokenizer, load_model_config(ModelConfig()))
+    rollout = sampler.draw(prompts, 1, How(long))
     (row,) = rows_of(rollout)
     ids = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True)["input_ids"]
     assert prompts.ids[0] + [token for token, _ in row] == ids[:-1]  # without the line break behind the last turn
@@ -415,8 +414,8 @@ def test_an_observation_with_a_token_that_the_model_does_not_have_is_refused(tok
 
 def test_log_probs_of_an_episode_are_the_plain_models(policy, tokenizer, sampling, prompts):
     torch.manual_seed(0)
-    turns = Sampler(policy, tokenizer, replace(sampling, max_completion_tokens=90))
-    rollout = EnvironmentSampler(turns, Echo).draw(prompts, 2)
+    sampler = EnvironmentSampler(PolicySampler(tokenizer), Echo, tokenizer, policy.config)
+    rollout = sampler.draw(prompts, 2, How(replace(sampling, max_completion_tokens=90), policy))
     assert rollout.turns.max() == 3
     with torch.no_grad():
         logprobs = token_logprobs(policy, *rollout.token_ids)
@@ -432,7 +431,7 @@ def test_log_probs_of_an_episode_are_the_plain_models(policy, tokenizer, samplin
 
 
 def test_rewards_are_the_functions_of_the_last_turn_plus_the_environments(greedy, prompts):
-    problems, rollout = prompts.problems, greedy.draw(prompts, 1)
+    problems, rollout = prompts.problems, greedy(prompts, 1)
     earned = rollout.environment_rewards
     totals, by_name, *_ = total_rewards([FormatReward()], [0.5], rollout.texts, problems, **rollout.reward_inputs)
     assert by_name == {"FormatReward": FormatReward()(rollout.texts, problems), "environment": earned}

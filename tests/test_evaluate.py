@@ -16,7 +16,7 @@ from pspo.config import RewardConfig
 from pspo.evaluate.__main__ import render
 from pspo.evaluate.evaluation import chunks, evaluate
 from pspo.evaluate.results import cluster_bootstrap, pass_at_k, wilson
-from pspo.rollout import Prompts, Rollout, Sampler, Sampling, encode_prompts, left_pad
+from pspo.rollout import How, PolicySampler, Prompts, Rollout, Sampling, encode_prompts, left_pad
 from pspo.tasks import FormatReward, Problem, Reward, load_problems
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -47,9 +47,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
 
 # --- means and breakdowns ---------------------------------------------------------------------------------------------
 
-SCRIPTED = Sampler(
-    None, None, Sampling(stop_ids=[7], pad_id=0, temperature=1.0, top_p=1.0, max_completion_tokens=6, max_rows=4)
-)
+SCRIPTED = PolicySampler(None)
+HOW = How(Sampling(stop_ids=[7], pad_id=0, temperature=1.0, top_p=1.0, max_completion_tokens=6, max_rows=4))
 LENGTHS = [3, 1, 5, 2, 4, 1, 2]
 PROBLEMS = Prompts(  # problem i asks for 100 + i, and its prompt is a number of tokens i
     [Problem(f"problem {i}", Fraction(100 + i)) for i in range(7)], [[i] * n for i, n in enumerate(LENGTHS)]
@@ -66,7 +65,7 @@ def scripted(monkeypatch):
     def script(say) -> list[list[int]]:
         calls, sample = [], [itertools.count() for _ in range(7)]
 
-        def draw(sampler, prompts, group_size):
+        def draw(sampler, prompts, group_size, how):
             calls.append([len(prompt) for prompt in prompts.ids])
             rows = [prompt for prompt in prompts.ids for _ in range(group_size)]
             said = [say(prompt[0], next(sample[prompt[0]])) for prompt in rows]
@@ -77,7 +76,7 @@ def scripted(monkeypatch):
             ended = torch.tensor([length < 6 for length in lengths])
             return Rollout(ids, mask, torch.ones(len(texts), 6, dtype=torch.int64), completion_mask, ended, texts)
 
-        monkeypatch.setattr(Sampler, "draw", draw)
+        monkeypatch.setattr(PolicySampler, "draw", draw)
         return calls
 
     return script
@@ -86,7 +85,7 @@ def scripted(monkeypatch):
 @pytest.mark.parametrize("samples", [1, 2, 5])
 def test_records_are_in_problem_order_although_decoded_by_length(scripted, samples):
     calls = scripted(lambda i, sample: f"sample {sample}\n#### {100 + i}")
-    result = evaluate(SCRIPTED, PROBLEMS, RewardConfig(), samples=samples, max_tokens=33)
+    result = evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig(), samples=samples, max_tokens=33)
     assert (
         calls
         == {  # 4, 4, 4, 4, 3, 3, 3 rows of 6 completion tokens and a prompt of 1, 1, 2, 2, 3, 4, 5 tokens
@@ -105,7 +104,7 @@ def test_every_mean(scripted):
     """Right in form; right without form; wrong in form; gold mentioned only; nothing; cut off; right to the 1e-6."""
     says = ["#### 100", "101", "#### 5", "103 or 104", "", None, "#### 106.0000005"]
     scripted(lambda i, sample: says[i])
-    result = evaluate(SCRIPTED, PROBLEMS, RewardConfig())
+    result = evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig())
     columns = {key: [record[key] for record in result.completions] for key in result.completions[0]}
     assert columns["correct"] == [True, True, False, False, False, False, True]
     assert columns["contains_gold"] == [True, True, False, True, False, False, True]
@@ -123,7 +122,7 @@ def test_every_mean(scripted):
 def test_several_samples_are_clusters_of_their_problem(scripted):
     right = np.array([0, 1, 2, 6, 3, 0, 6])  # of 6 samples
     scripted(lambda i, sample: f"#### {100 + i if sample < right[i] else 1}")
-    result = evaluate(SCRIPTED, PROBLEMS, RewardConfig(), samples=6).results()
+    result = evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig(), samples=6).results()
     assert result["accuracy"] == {"value": pytest.approx(18 / 42), "ci95": cluster_bootstrap(right / 6)}
     rewards = (right + (6 - right) * 0.05) / 6
     assert result["mean_reward"]["value"] == pytest.approx((18 + 24 * 0.05) / 42)
@@ -143,7 +142,7 @@ def test_breakdowns(scripted):
     problems = [replace(problem, category=category, level=level) for category, level, problem in kinds]
     right = [2, 1, 0, 0, 2, 0, 1]  # of 2 samples
     scripted(lambda i, sample: f"#### {100 + i if sample < right[i] else 1}")
-    result = evaluate(SCRIPTED, Prompts(problems, PROBLEMS.ids), RewardConfig(), samples=2).results()
+    result = evaluate(SCRIPTED, HOW, Prompts(problems, PROBLEMS.ids), RewardConfig(), samples=2).results()
     assert result["accuracy"] == {"value": 3 / 7, "ci95": cluster_bootstrap(np.array(right) / 2)}
     shares = {part: {value: (group["n"], group["accuracy"]["value"]) for value, group in groups.items()}
               for part, groups in result["breakdown"].items()}  # fmt: skip
@@ -167,7 +166,7 @@ def test_without_answers_there_are_rewards_alone_and_unknown_ones_are_left_out(s
     problems = [replace(problem, answer=None) for problem in PROBLEMS.problems]
     scripted(lambda i, sample: "four" * i)
     config = RewardConfig([Length(), FormatReward()], [2.0, 1.0], on_error="none")
-    result = evaluate(SCRIPTED, Prompts(problems, PROBLEMS.ids), config)
+    result = evaluate(SCRIPTED, HOW, Prompts(problems, PROBLEMS.ids), config)
     first, second = result.completions[:2]
     assert (first["reward"], first["rewards"]) == (None, {"Length": None, "FormatReward": 0.0})
     assert (second["reward"], second["rewards"]) == (2.0, {"Length": 1.0, "FormatReward": 0.0})
@@ -195,7 +194,7 @@ def test_without_answers_there_are_rewards_alone_and_unknown_ones_are_left_out(s
 def test_numbers_that_the_tolerance_makes_equal_vote_together(scripted, said, gold, share):
     scripted(lambda i, sample: said[sample] and f"#### {said[sample]}")
     prompts = Prompts([Problem("?", gold)], [[0]])
-    result = evaluate(SCRIPTED, prompts, RewardConfig(), samples=len(said), max_tokens=10**6).results()
+    result = evaluate(SCRIPTED, HOW, prompts, RewardConfig(), samples=len(said), max_tokens=10**6).results()
     assert result[f"maj@{len(said)}"]["value"] == share
 
 
@@ -204,7 +203,7 @@ def test_text_answers_vote_by_their_text(scripted):
     problems = [replace(problem, answer="yes") for problem in PROBLEMS.problems[:2]]
     scripted(lambda i, sample: said[i][sample])
     prompts = Prompts(problems, PROBLEMS.ids[:2])
-    result = evaluate(SCRIPTED, prompts, RewardConfig([FormatReward()]), samples=4).results()
+    result = evaluate(SCRIPTED, HOW, prompts, RewardConfig([FormatReward()]), samples=4).results()
     assert result["accuracy"]["value"] == 3 / 8
     assert "format_share" not in result  # of numbers
     assert result["maj@4"] == {"value": 0.5, "ci95": wilson(1, 2)}
@@ -239,10 +238,10 @@ def draw(load, tokenizer):
     )
     longest = max(map(len, prompts.ids)) + 8
 
-    def run(seed=5, rows=2, temperature=1.0, **how):
-        how = {"samples": 3, "max_tokens": rows * longest} | how
-        of = replace(sampling, temperature=temperature)
-        return evaluate(Sampler(policy, tokenizer, of), prompts, RewardConfig(), seed=seed, **how)
+    def run(seed=5, rows=2, temperature=1.0, **options):
+        options = {"samples": 3, "max_tokens": rows * longest} | options
+        how = How(replace(sampling, temperature=temperature), policy)
+        return evaluate(PolicySampler(tokenizer), how, prompts, RewardConfig(), seed=seed, **options)
 
     return run
 

@@ -17,7 +17,7 @@ from pspo.model import CACHE_ARGUMENT, token_logprobs
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts
 from pspo.rollout import decode_greedily, generate, make_sampling
-from pspo.rollout.generate import fault_for_graphs
+from pspo.rollout.sampling import fault_for_graphs
 
 IN_CI = "bart bloom cohere deepseek_v3 gemma3_text gpt2 gpt_oss gptj lfm2 llama llama4_text mamba mixtral qwen3_next"
 PROMPTS = [list(range(20, 70)), [7, 8, 9]]

@@ -15,7 +15,16 @@ from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig, RolloutConfig, T
 from pspo.model import ASSETS, load_policy
 from pspo.model.chat import encode, encode_marked, render_prompts
 from pspo.model.find import load_tokenizer, room_for_prompts, set_template_defaults
-from pspo.rollout import Prompts, PromptStream, Sampler, encode_prompts, load_prompts, make_sampling, prompt_order
+from pspo.rollout import (
+    How,
+    PolicySampler,
+    Prompts,
+    PromptStream,
+    encode_prompts,
+    load_prompts,
+    make_sampling,
+    prompt_order,
+)
 from pspo.tasks import Problem
 
 
@@ -110,7 +119,7 @@ def test_a_reward_sees_the_beginning_of_an_answer_and_its_completion(tokenizer, 
     assert capsys.readouterr().out == "file test: 2 of 3 prompts end in a turn of the assistant to continue\n"
     policy = load_policy(ModelConfig(), "cpu")
     sampling = make_sampling(policy, tokenizer, RolloutConfig(max_completion_tokens=3, stop_tokens=[]))
-    rollout = Sampler(policy, tokenizer, sampling).draw(prompts, 2)
+    rollout = PolicySampler(tokenizer).draw(prompts, 2, How(sampling, policy))
     drawn = tokenizer.batch_decode(rollout.completion_ids)
     begun[0] = begun[0].rstrip()
     starts = [text for text in (*begun, "") for _ in range(2)]

@@ -150,9 +150,7 @@ def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exac
 
 
 class FailsOnRank1(EngineSampler):
-    def __post_init__(self): ...
-
-    def _complete(self, prompts, group_size):
+    def _complete(self, prompts, group_size, how):
         if dist.rank() == 1:
             raise EngineError("the server is gone")
         return "rollout"
@@ -161,7 +159,7 @@ class FailsOnRank1(EngineSampler):
 def test_a_drawing_ahead_that_fails_on_one_rank_is_given_up_by_all():
     def rank() -> None:
         dist.init("ddp")
-        sampler = FailsOnRank1(None, None, None, pending=((), 2))
+        sampler = FailsOnRank1(None, None, None, pending=((), 2, None))
         sampler.collect()
         assert sampler.prefetched is None
 

@@ -20,7 +20,7 @@ from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, 
 from pspo.losses import PSPO, Counts
 from pspo.model import load_policy, load_tokenizer, locate, stop_token_ids, token_logprobs
 from pspo.rollout import Batch, Rollout, Sampling, encode_prompts, generate
-from pspo.rollout.decode import sample_nucleus
+from pspo.rollout.drawing import sample_nucleus
 from pspo.rollout.types import cat_padded
 from pspo.tasks import load_problems
 from pspo.update import Learner, update

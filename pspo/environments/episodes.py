@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from pspo.environments.tools import CALL_ID, parse_calls
 from pspo.model.chat import completion_texts, encode, render_prompts, special_pattern
 from pspo.model.find import check_token_ids
-from pspo.rollout import Prompts, Rollout
-from pspo.rollout.sampler import WrappedSampler
+from pspo.rollout import How, Prompts, Rollout, Sampler, Sampling
 from pspo.tasks import Problem
 from pspo.tasks.environment import Environment, MakeEnvironment
 from pspo.tasks.failures import RewardError, undo_changes
@@ -48,16 +47,19 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class EnvironmentSampler(WrappedSampler):
+class EnvironmentSampler:
     """Plays episodes of several turns in a text environment; another sampler draws the turns.
 
-    ``sampling.max_completion_tokens`` limits an episode, observations included. One that reaches it, or the
+    The sampling's ``max_completion_tokens`` limits an episode, observations included. One that reaches it, or the
     environment's ``max_turns``, before the environment ends it is truncated.
     """
 
+    turns: Sampler
     make_environment: MakeEnvironment
+    tokenizer: PreTrainedTokenizerBase
+    model_config: PretrainedConfig
 
-    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
+    def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
         """Play ``group_size`` episodes of each problem, turn by turn; `Environment.reset` gave the encoded prompts."""
         episodes = []
         for problem, prompt_ids in zip(prompts.problems, prompts.ids, strict=True):
@@ -67,25 +69,25 @@ class EnvironmentSampler(WrappedSampler):
             with undo_changes():
                 episode.environment.reset(episode.problem)
         max_turns = getattr(episodes[0].environment, "max_turns", MAX_TURNS)
-        first_turns = self.sampler.draw(prompts, group_size)
-        live = self.play(episodes, first_turns, is_last=max_turns == 1)
+        first_turns = self.turns.draw(prompts, group_size, how)
+        live = self.play(episodes, first_turns, how.sampling, is_last=max_turns == 1)
         for turn in range(2, max_turns + 1):
             if not live:
                 break
-            room = self.sampling.max_completion_tokens - min(len(episode.ids) for episode in live)
-            sampler = self.sampler.with_sampling(replace(self.sampling, max_completion_tokens=room))
+            room = how.sampling.max_completion_tokens - min(len(episode.ids) for episode in live)
+            shorter = replace(how, sampling=replace(how.sampling, max_completion_tokens=room))
             contexts = [episode.prompt_ids + episode.ids for episode in live]
             check_token_ids(self.model_config, self.tokenizer, contexts)  # an observation may hold any token
-            turns = sampler.draw(Prompts([episode.problem for episode in live], contexts), 1)
-            live = self.play(live, turns, is_last=turn == max_turns)
-        return episodes_to_rollout(first_turns, episodes, self.sampling.pad_id)
+            turns = self.turns.draw(Prompts([episode.problem for episode in live], contexts), 1, shorter)
+            live = self.play(live, turns, how.sampling, is_last=turn == max_turns)
+        return episodes_to_rollout(first_turns, episodes, how.sampling.pad_id)
 
-    def play(self, episodes: list[Episode], rollout: Rollout, is_last: bool) -> list[Episode]:
+    def play(self, episodes: list[Episode], rollout: Rollout, sampling: Sampling, is_last: bool) -> list[Episode]:
         """Append the turns that the model drew, and observations; returns the episodes that have another turn.
 
         An episode without room for the observation and a token after it is over.
         """
-        limit = self.sampling.max_completion_tokens
+        limit = sampling.max_completion_tokens
         live = []
         for i, episode in enumerate(episodes):
             ids = rollout.completion_ids[i][rollout.completion_mask[i]].tolist()
@@ -96,7 +98,7 @@ class EnvironmentSampler(WrappedSampler):
                 ids = ids[:room]
                 is_ended = False
                 context = episode.prompt_ids + episode.ids
-                (text,) = completion_texts(self.tokenizer, [context], [ids], self.sampling.stop_ids)
+                (text,) = completion_texts(self.tokenizer, [context], [ids], sampling.stop_ids)
             episode.extend(ids, sampled=True)
             observation, is_done = self.step(episode, text)
             episode.terminated = is_ended and is_done

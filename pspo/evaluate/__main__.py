@@ -30,18 +30,18 @@ from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import as_text, label, table
 from pspo.model import load_policy, load_tokenizer
 from pspo.model.find import check_token_ids, load_model_config, room_for_prompts, token_ids
-from pspo.rollout import Prompts, Sampler, load_prompts, make_sampling
+from pspo.rollout import How, PolicySampler, Prompts, Sampler, load_prompts, make_sampling
 from pspo.rollout.prompts import completion_columns
-from pspo.rollout.sampler import make_sampler
+from pspo.rollout.sampler import check_decoding
 from pspo.tasks import check_rewards
-from pspo.tasks.environment import MakeEnvironment, load_class
+from pspo.tasks.environment import load_class
 
 FINGERPRINT = "fingerprint.json"  # written last of an evaluation's first files, so it shows that they are whole
 
 
 def load_evaluation(
     config: EvaluateConfig, settings: files.Settings, device: torch.device
-) -> tuple[Sampler, MakeEnvironment | None, Prompts]:
+) -> tuple[Sampler, How, Prompts]:
     """Load everything, and make the output folder; ValueError if it holds another evaluation."""
     output = Path(config.run.output_dir)
     dist.run_on_main(lambda: check_folder(output, settings))
@@ -62,10 +62,13 @@ def load_evaluation(
         max_rows=config.eval.max_tokens,  # which is the limit here
     )
     sampling = make_sampling(policy, tokenizer, rollout)
-    sampler = make_sampler(config.model, policy, tokenizer, sampling, prompts)
+    check_decoding(policy, tokenizer, sampling, prompts, config.model.autocast)
+    sampler = PolicySampler(tokenizer, config.model.autocast)
+    if make_environment is not None:
+        sampler = EnvironmentSampler(sampler, make_environment, tokenizer, policy.config)
     hashes = {"model weights": hash_weights(policy), "problems": prompts.fingerprint()}
     dist.run_on_main(lambda: write_first_files(output, settings, hashes, device))
-    return sampler, make_environment, prompts
+    return sampler, How(sampling, policy), prompts
 
 
 def check_folder(output: Path, settings: files.Settings) -> None:
@@ -139,7 +142,7 @@ def main(args: Sequence[str] | None = None) -> None:
     completions_file = output / "completions.jsonl"
     results_file = output / "results.json"
     with user_errors("pspo.evaluate"):
-        base_sampler, make_environment, prompts = load_evaluation(config, settings, dist.local_device())
+        sampler, base_how, prompts = load_evaluation(config, settings, dist.local_device())
         done = dist.run_on_main(lambda: files.read_jsonl(completions_file))
         done_by_temperature = {temperature: {} for temperature in config.eval.temperatures}
         with files.named_damage(completions_file):
@@ -158,9 +161,10 @@ def main(args: Sequence[str] | None = None) -> None:
     evaluations = {}
     try:
         for temperature in config.eval.temperatures:
-            sampler = replace(base_sampler, sampling=replace(base_sampler.sampling, temperature=temperature))
+            how = replace(base_how, sampling=replace(base_how.sampling, temperature=temperature))
             evaluations[f"{temperature:g}"] = evaluate(
-                EnvironmentSampler(sampler, make_environment) if make_environment else sampler,
+                sampler,
+                how,
                 prompts,
                 config.reward,
                 samples=config.eval.samples if temperature > 0 else 1,

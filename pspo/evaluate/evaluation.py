@@ -11,7 +11,7 @@ from pspo.cli.failures import fail_together
 from pspo.cli.terminal import Bar
 from pspo.config import EvalConfig, RewardConfig
 from pspo.evaluate.results import Evaluation, Record
-from pspo.rollout import Prompts, RolloutSampler
+from pspo.rollout import How, Prompts, Sampler
 from pspo.tasks import contains_answer, is_correct, matches_format, total_rewards
 from pspo.tasks.failures import show_failures
 from pspo.tasks.files import plain
@@ -38,7 +38,8 @@ def chunks(
 
 
 def complete(
-    sampler: RolloutSampler,
+    sampler: Sampler,
+    how: How,
     prompts: Prompts,
     indices: list[int],
     samples: int,
@@ -47,7 +48,8 @@ def complete(
     shown_failures: dict[str, str],
 ) -> list[Record]:
     """Draw and score samples of some problems, one record each."""
-    rollout = sampler.draw(prompts.take(indices), samples)
+    with dist.unsharded(how.model):
+        rollout = sampler.draw(prompts.take(indices), samples, how)
     problems = [prompts.problems[i] for i in indices for _ in range(samples)]
     scores = total_rewards(
         reward.functions,
@@ -58,7 +60,7 @@ def complete(
         reward.on_error,
         reward.workers,
         step=step,
-        max_completion_tokens=sampler.sampling.max_completion_tokens,
+        max_completion_tokens=how.sampling.max_completion_tokens,
         **rollout.reward_inputs,
     )
     show_failures(scores.failures, shown_failures)
@@ -67,7 +69,7 @@ def complete(
     records = []
     for row, (problem, text) in enumerate(zip(problems, rollout.texts, strict=True)):
         record = {
-            "temperature": sampler.sampling.temperature,
+            "temperature": how.sampling.temperature,
             "problem": indices[row // samples],
             "sample": row % samples,
             **problem.record(),
@@ -85,7 +87,8 @@ def complete(
 
 
 def evaluate(
-    sampler: RolloutSampler,
+    sampler: Sampler,
+    how: How,
     prompts: Prompts,
     reward: RewardConfig,
     *,
@@ -109,7 +112,7 @@ def evaluate(
     shown_failures = {} if shown_failures is None else shown_failures
     completions = dict(done)
     lengths = [len(ids) for ids in prompts.ids]
-    parts = chunks(lengths, samples, sampler.sampling.max_completion_tokens, max_tokens, max_rows)
+    parts = chunks(lengths, samples, how.sampling.max_completion_tokens, max_tokens, max_rows)
     device = dist.local_device()
     devices = [device] if device.type == "cuda" else []
     progress = Bar(total=len(prompts) * samples, desc=bar, leave=False, quiet=not bar or not dist.is_main())
@@ -122,7 +125,7 @@ def evaluate(
             with fail_together():
                 if not completions.keys() >= set(keys):
                     torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
-                    records = complete(sampler, prompts, parts[number], samples, reward, step, shown_failures)
+                    records = complete(sampler, how, prompts, parts[number], samples, reward, step, shown_failures)
             gathered = dist.gather_on_main(records)[: len(together)]  # each chunk once: rewards may be random
             records = [record for rank_records in gathered for record in rank_records]
             if records:

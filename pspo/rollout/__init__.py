@@ -2,7 +2,7 @@
 
 from pspo.rollout.advantages import estimate_advantages, gdpo, group_relative_advantages
 from pspo.rollout.experience import Experience, refill
-from pspo.rollout.generate import decode_greedily, generate, left_pad, make_rollout, make_sampling
 from pspo.rollout.prompts import Prompts, PromptStream, encode_prompts, load_prompts, prompt_order
-from pspo.rollout.sampler import RolloutSampler, Sampler, UnshardedSampler
+from pspo.rollout.sampler import How, PolicySampler, Sampler, decode_greedily, generate, left_pad, make_rollout
+from pspo.rollout.sampling import make_sampling
 from pspo.rollout.types import Batch, Rollout, Sampling

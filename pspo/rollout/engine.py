@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -14,9 +14,8 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.model import token_logprobs
-from pspo.rollout.generate import left_pad, make_rollout
 from pspo.rollout.prompts import Prompts, completion_columns
-from pspo.rollout.sampler import Sampler
+from pspo.rollout.sampler import How, PolicySampler, left_pad, make_rollout
 from pspo.rollout.types import Completions, Rollout, Sampling
 from pspo.tasks.environment import load_class
 
@@ -63,69 +62,55 @@ class Trained(Protocol):
 
 @dataclass
 class EngineSampler:
-    """Draws by an engine, which gets the learner's weights first.
+    """Draws by an engine, which gets the learner's weights first, unless a model is to draw.
 
     Attributes:
-        sampler: the policy's own; it decodes greedily.
-        prefetched: a rollout that was drawn ahead, which the next draw returns.
-        pending: prompts and group size that the engine draws ahead.
+        prefetched: a rollout that was drawn ahead, which the next draw by a run's generators returns.
+        pending: what the engine draws ahead: the arguments of `draw`.
     """
 
     engine: Engine
     learner: Trained
-    sampler: Sampler
+    by_model: PolicySampler
     prefetched: Rollout | None = None
-    pending: tuple[Prompts, int] | None = None
+    pending: tuple[Prompts, int, How] | None = None
 
-    def __post_init__(self) -> None:
-        self.tokenizer = self.sampler.tokenizer
-        self.sampling = self.sampler.sampling
-        self.model_config = self.sampler.model_config
-
-    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
+    def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
+        if how.model is not None:
+            return self.by_model.draw(prompts, group_size, how)
         self.collect()
-        rollout = self.prefetched
-        self.prefetched = None
-        if rollout is None:
-            self.engine.push(self.learner.policy, self.learner.steps)
-            rollout = self._complete(prompts, group_size)
-        return rollout
+        if how.generators is not None and self.prefetched is not None:
+            rollout = self.prefetched
+            self.prefetched = None
+            return rollout
+        self.engine.push(self.learner.policy, self.learner.steps)
+        return self._complete(prompts, group_size, how)
 
-    def prefetch(self, prompts: Prompts, group_size: int) -> None:
+    def prefetch(self, prompts: Prompts, group_size: int, how: How) -> None:
         """Begin to draw, with the weights as they are now, what the next `draw` returns."""
         self.engine.push(self.learner.policy, self.learner.steps)
-        with self.sampler.rng_context():
-            self.engine.begin(prompts.ids, self.sampling, group_size)
-        self.pending = (prompts, group_size)
+        with how.random_numbers():
+            self.engine.begin(prompts.ids, how.sampling, group_size)
+        self.pending = (prompts, group_size, how)
 
     def collect(self) -> None:
         """Wait for what is being drawn ahead. If that fails on a rank all give it up: the next draw raises."""
         if self.pending is None:
             return
-        prompts, group_size = self.pending
+        arguments = self.pending
         self.pending = None
         with suppress(Exception):  # of an engine of a user's, too
-            self.prefetched = self._complete(prompts, group_size)
+            self.prefetched = self._complete(*arguments)
         if dist.max_over_ranks(self.prefetched is None):
             self.prefetched = None
 
-    def _complete(self, prompts: Prompts, group_size: int) -> Rollout:
-        with self.sampler.rng_context():
-            ids, logprobs = self.engine.complete(prompts.ids, self.sampling, group_size)
-        prompt_ids, prompt_mask = left_pad(prompts.ids, self.sampling.pad_id)
+    def _complete(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
+        with how.random_numbers():
+            ids, logprobs = self.engine.complete(prompts.ids, how.sampling, group_size)
+        prompt_ids, prompt_mask = left_pad(prompts.ids, how.sampling.pad_id)
         completions = Completions(ids, logprobs)
-        rollout = make_rollout(self.tokenizer, prompt_ids, prompt_mask, completions, self.sampling)
+        rollout = make_rollout(self.by_model.tokenizer, prompt_ids, prompt_mask, completions, how.sampling)
         return prompts.continued(rollout)
-
-    def with_sampling(self, sampling: Sampling) -> EngineSampler:
-        return EngineSampler(self.engine, self.learner, replace(self.sampler, sampling=sampling))
-
-    def seeded(self) -> EngineSampler:
-        self.collect()
-        return EngineSampler(self.engine, self.learner, replace(self.sampler, rng_context=nullcontext))
-
-    def greedy(self, policy: transformers.PreTrainedModel) -> Sampler:
-        return self.sampler.greedy(policy)
 
 
 def find_engine(spec: str | dict[str, Any]) -> Engine:
@@ -138,35 +123,40 @@ def find_engine(spec: str | dict[str, Any]) -> Engine:
 
 
 def start_engine(
-    engine: Engine, config: TrainConfig, learner: Trained, sampler: Sampler, prompts: dict[str, Prompts]
+    engine: Engine,
+    config: TrainConfig,
+    learner: Trained,
+    by_model: PolicySampler,
+    prompts: dict[str, Prompts],
+    how: How,
 ) -> EngineSampler:
     """Start an engine for the prompts of all splits, and check that it draws by the policy."""
     longest = max(len(ids) for split in prompts.values() for ids in split.ids)
     most = completion_columns(config.rollout.max_completion_tokens, config.rollout.environment is not None)
     engine.start(config, longest + most, learner.policy.device)
-    engine_sampler = EngineSampler(engine, learner, sampler)
+    sampler = EngineSampler(engine, learner, by_model)
     train = prompts["train"]
-    error = check_engine(engine_sampler, train.take(range(min(8, len(train)))))
+    error = check_engine(sampler, train.take(range(min(8, len(train)))), how)
     if not config.run.quiet:
         print(f"engine  {type(engine).__name__}: log-probs are the policy's within {error:.1g} nats on average")
-    return engine_sampler
+    return sampler
 
 
 @torch.no_grad()
-def check_engine(sampler: EngineSampler, prompts: Prompts) -> float:
+def check_engine(sampler: EngineSampler, prompts: Prompts, how: How) -> float:
     """Mean difference, in nats, of an engine's log-probs and the policy's of a few tokens that it draws.
 
     Raises ValueError if it is above `Engine.tolerance`: they are not of one model at one temperature.
     """
     name = type(sampler.engine).__name__
-    limit = min(sampler.sampling.max_completion_tokens, 32)
-    short_sampler = sampler.with_sampling(replace(sampler.sampling, logprobs=True, max_completion_tokens=limit))
+    limit = min(how.sampling.max_completion_tokens, 32)
+    short = replace(how.sampling, logprobs=True, max_completion_tokens=limit)
     try:
         with torch.random.fork_rng(devices=[]):
-            rollout = short_sampler.draw(prompts, group_size=2)
+            rollout = sampler.draw(prompts, 2, replace(how, sampling=short))
     except EngineError as error:
         raise ValueError(f"--rollout.engine {name} fails on a small batch: {error}") from error
-    expected = token_logprobs(sampler.learner.policy, *rollout.token_ids, short_sampler.sampling.temperature).cpu()
+    expected = token_logprobs(sampler.learner.policy, *rollout.token_ids, short.temperature).cpu()
     error = (rollout.sampler_logprobs - expected)[rollout.completion_mask].abs().mean().item()
     if not error <= sampler.engine.tolerance:
         raise ValueError(

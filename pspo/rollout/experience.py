@@ -10,6 +10,7 @@ from torch import Tensor
 from pspo.config import RolloutConfig
 from pspo.rollout.engine import EngineSampler
 from pspo.rollout.prompts import PromptStream
+from pspo.rollout.sampler import How
 from pspo.rollout.types import Rollout, join
 
 
@@ -94,6 +95,7 @@ class Delay:
     """Keeps this rank's rollouts for --rollout.lag.
 
     Args:
+        how: rollouts are drawn ahead.
         engine: draws the next rollout during each update; None if rollouts are drawn on time.
 
     Attributes:
@@ -102,9 +104,12 @@ class Delay:
 
     per_rank = True
 
-    def __init__(self, config: RolloutConfig, stream: PromptStream, engine: EngineSampler | None = None) -> None:
+    def __init__(
+        self, config: RolloutConfig, stream: PromptStream, how: How, engine: EngineSampler | None = None
+    ) -> None:
         self.config = config
         self.stream = stream
+        self.how = how
         self.engine = engine
         self.waiting: deque[Experience] = deque()
 
@@ -114,7 +119,7 @@ class Delay:
         pending = 0
         if self.engine is not None:
             _, prompts = self.stream.peek(self.config.prompts)
-            self.engine.prefetch(prompts, self.config.group_size)
+            self.engine.prefetch(prompts, self.config.group_size, self.how)
             pending = 1
         return self.waiting.popleft() if len(self.waiting) + pending > self.config.lag else None
 

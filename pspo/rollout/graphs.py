@@ -18,21 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
+from transformers import DynamicCache, PreTrainedModel, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 
 from pspo.model import to_device
-from pspo.rollout.decode import (
-    GPU_CHECK_EVERY,
-    Prefill,
-    cache_dtype,
-    draw_tokens,
-    next_logits,
-    prefill,
-    score_tokens,
-    set_torch_states,
-    torch_states,
-)
+from pspo.rollout.decode import GPU_CHECK_EVERY, Prefill, cache_dtype, next_logits, prefill
+from pspo.rollout.drawing import draw_tokens, score_tokens
+from pspo.rollout.generators import set_torch_states, torch_states
 from pspo.rollout.types import Completions, Sampling
 
 MIN_ROWS = 8  # of a graph: fewer are hardly faster
@@ -42,10 +34,10 @@ GRAPH_DECODERS: WeakKeyDictionary[PreTrainedModel, GraphDecoder] = WeakKeyDictio
 
 def decode_by_graphs(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     sampling: Sampling,
+    stop_strings: StopStringCriteria | None,
     group_size: int,
 ) -> Completions:
     """Complete each of the left-padded prompts (N, P) ``group_size`` times."""
@@ -61,7 +53,6 @@ def decode_by_graphs(
         decoder = GraphDecoder(prefilled, n, columns, limit)
     decoder.load(model, prefilled, prompt_mask, n, columns, sampling, group_size)
     decoder.draw(prefilled.logits.repeat_interleave(group_size, dim=0), sampling)
-    stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
     length = 1
     while length < limit:
         if length % GPU_CHECK_EVERY == 0:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from pspo.rollout.types import Completions, Sampling
 
 
 def generate_by_library(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Tensor,
     prompt_mask: Tensor,
     sampling: Sampling,
+    stop_strings: StopStringCriteria | None,
     group_size: int,
 ) -> Completions:
     """Complete each of the left-padded prompts (N, P) ``group_size`` times.
@@ -31,9 +23,10 @@ def generate_by_library(
     """
     prompt_ids = prompt_ids.to(model.device).repeat_interleave(group_size, dim=0)
     prompt_mask = prompt_mask.long().to(model.device).repeat_interleave(group_size, dim=0)
+    width = prompt_ids.shape[1]
     criteria = StoppingCriteriaList()
-    if sampling.stop_strings:
-        criteria.append(CompletionStopStrings(tokenizer, sampling.stop_strings, prompt_ids.shape[1]))
+    if stop_strings is not None:
+        criteria.append(lambda ids, scores: stop_strings(ids[:, width:], scores))
     hidden_config = model.generation_config
     training = model.training
     model.generation_config = GenerationConfig()
@@ -48,7 +41,7 @@ def generate_by_library(
     finally:
         model.train(training)
         model.generation_config = hidden_config
-    return Completions(rows[:, prompt_ids.shape[1] :])
+    return Completions(rows[:, width:])
 
 
 def generation_config(sampling: Sampling) -> GenerationConfig:
@@ -67,14 +60,3 @@ def generation_config(sampling: Sampling) -> GenerationConfig:
         pad_token_id=sampling.pad_id,
         use_cache=True,
     )
-
-
-class CompletionStopStrings(StopStringCriteria):
-    """Finds rows (b, P + t) whose completion ends with a stop string."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_length: int):
-        super().__init__(tokenizer, list(strings))
-        self.prompt_length = prompt_length
-
-    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs) -> Tensor:
-        return super().__call__(input_ids[:, self.prompt_length :], scores, **kwargs)

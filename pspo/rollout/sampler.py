@@ -1,213 +1,188 @@
-"""Samplers draw the completions of prompts; which one a run has is chosen once, in `pspo.run.prepare`.
-
-`Generators` are the random numbers of a run.
-"""
+"""Draw completions: the `Sampler` of a run, and `generate`, which makes a rollout of what a decoder draws."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
-import transformers
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
 from pspo import distributed as dist
-from pspo.config import ModelConfig
-from pspo.model import autocast
+from pspo.model import autocast, is_out_of_memory
+from pspo.model.chat import completion_texts
 from pspo.model.exactness import check_exactness
-from pspo.rollout.decode import set_torch_states, torch_states
-from pspo.rollout.generate import decode_greedily, generate
+from pspo.rollout.decode import decode
+from pspo.rollout.generators import Generators, set_torch_states, torch_states
+from pspo.rollout.graphs import decode_by_graphs
+from pspo.rollout.library import generate_by_library
 from pspo.rollout.prompts import Prompts
-from pspo.rollout.types import Rollout, Sampling
+from pspo.rollout.types import Completions, Rollout, Sampling, join
 from pspo.tasks.workers import StopSignals
 
-
-class RolloutSampler(Protocol):
-    """Something that draws rollouts: `Sampler`, or another one around it."""
-
-    tokenizer: PreTrainedTokenizerBase
-    sampling: Sampling
-    model_config: PretrainedConfig
-
-    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
-        """Draw ``group_size`` completions of each prompt."""
-
-    def with_sampling(self, sampling: Sampling) -> RolloutSampler:
-        """The same with another sampling."""
-
-    def seeded(self) -> RolloutSampler:
-        """The same by torch's global generators, which an evaluation seeds."""
-
-    def greedy(self, policy: transformers.PreTrainedModel) -> RolloutSampler:
-        """Greedy decoding of a policy by torch's global generators, never by an engine."""
+DECODERS = {"pspo": decode, "graphs": decode_by_graphs, "hf": generate_by_library}
 
 
 @dataclass(frozen=True)
-class Sampler:
-    """Samples from the policy itself, by `generate`.
+class How:
+    """How a rollout is drawn.
+
+    Attributes:
+        sampling: the distribution, greedy at temperature 0, and where completions end.
+        model: draws; None for a run's engine.
+        generators: whose random numbers; None for torch's global ones, which an evaluation seeds.
+    """
+
+    sampling: Sampling
+    model: PreTrainedModel | None = None
+    generators: Generators | None = None
+
+    def random_numbers(self) -> AbstractContextManager[None]:
+        """The random numbers of the generators in a `with` block."""
+        return nullcontext() if self.generators is None else self.generators.sampling()
+
+
+class Sampler(Protocol):
+    """What draws rollouts: the policy, an engine or an environment, chosen once in `pspo.run.prepare`."""
+
+    def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
+        """Draw ``group_size`` completions of each prompt. Of a sharded model the weights must be gathered."""
+
+
+@dataclass(frozen=True)
+class PolicySampler:
+    """Draws by a model, with `generate`.
 
     Attributes:
         autocast_mode: --model.autocast of forward passes.
-        rng_context: makes the context of drawing, such as `Generators.sampling`.
         signals: one that asks the run to stop ends a drawing at once.
     """
 
-    policy: transformers.PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    sampling: Sampling
     autocast_mode: str = "none"
-    rng_context: Callable[[], AbstractContextManager] = nullcontext
     signals: StopSignals = field(default_factory=StopSignals)
 
-    @property
-    def model_config(self) -> PretrainedConfig:
-        return self.policy.config
-
-    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
-        with self.rng_context(), autocast(self.autocast_mode, self.policy.device):
+    def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
+        with how.random_numbers(), autocast(self.autocast_mode, how.model.device):
             self.signals.is_drawing = True
             try:
                 if self.signals.error is not None:
                     raise self.signals.error
-                rollout = generate(self.policy, self.tokenizer, prompts.ids, self.sampling, group_size)
+                rollout = generate(how.model, self.tokenizer, prompts.ids, how.sampling, group_size, how.generators)
                 return prompts.continued(rollout)
             finally:
                 self.signals.is_drawing = False
 
-    def with_sampling(self, sampling: Sampling) -> Sampler:
-        return replace(self, sampling=sampling)
 
-    def seeded(self) -> Sampler:
-        return replace(self, rng_context=nullcontext)
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    group_size: int = 1,
+    generators: Generators | None = None,
+) -> Rollout:
+    """Draw ``group_size`` completions of each encoded prompt with torch's global generators.
 
-    def greedy(self, policy: transformers.PreTrainedModel) -> Sampler:
-        return replace(self, policy=policy, sampling=self.sampling.greedy(), rng_context=nullcontext)
+    At most `Sampling.max_rows` rows are decoded at a time; half as many, and all again, if memory runs out: from then
+    on, if a run's ``generators`` keep the number.
+    """
+    if (sampling.decoder == "hf" and sampling.logprobs) or (sampling.decoder != "pspo" and sampling.nucleus):
+        raise ValueError(f"decoder={sampling.decoder} records no nucleus, and hf no logprobs")
+    decode = DECODERS[sampling.decoder]
+    stop_strings = stop_string_criteria(tokenizer, sampling)
+    max_rows = sampling.max_rows
+    if generators is not None and generators.max_rows is not None:
+        max_rows = min(max_rows, generators.max_rows)
+    states = torch_states(model.device)
+    while True:
+        if max_rows < group_size:  # then each row computes its prompt itself
+            prompts = [prompt for prompt in prompts for _ in range(group_size)]
+            group_size = 1
+        at_a_time = max(1, min(len(prompts), max_rows // group_size))
+        try:
+            parts = []
+            for i in range(0, len(prompts), at_a_time):
+                prompt_ids, prompt_mask = left_pad(prompts[i : i + at_a_time], sampling.pad_id)
+                completions = decode(model, prompt_ids, prompt_mask, sampling, stop_strings, group_size)
+                parts.append(make_rollout(tokenizer, prompt_ids, prompt_mask, completions, sampling))
+            return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
+        except RuntimeError as error:
+            if at_a_time * group_size == 1 or not is_out_of_memory(error):
+                raise
+        parts.clear()  # outside the except block, whose error holds the tensors of the failed pass
+        max_rows = at_a_time * group_size // 2
+        if generators is not None:
+            generators.max_rows = max_rows
+        set_torch_states(states, model.device)
+        warnings.warn(f"out of memory: drawing as with --rollout.max_rows {max_rows}", stacklevel=1)
 
 
-def make_sampler(
-    config: ModelConfig,
-    policy: transformers.PreTrainedModel,
+def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Token lists to prompt_ids (B, P) int64 and prompt_mask (B, P) bool."""
+    width = max(map(len, prompts))
+    ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[False] * (width - len(prompt)) + [True] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def make_rollout(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completions: Completions,
+    sampling: Sampling,
+) -> Rollout:
+    """Make a rollout of prompts (N, P) and the completions (N * group_size, T) drawn for them.
+
+    Masks come from lengths, never from token values: a pad token may equal a stop token.
+    """
+    ids = completions.ids.cpu()
+    n_rows, width = ids.shape
+    group_size = n_rows // len(prompt_ids)
+    prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
+    prompt_mask = prompt_mask.repeat_interleave(group_size, dim=0)
+    is_stop = torch.isin(ids, torch.tensor(sampling.stop_ids, dtype=torch.long))
+    stop_strings = stop_string_criteria(tokenizer, sampling)
+    if stop_strings is not None:
+        is_stop |= torch.stack([stop_strings(ids[:, : t + 1], None) for t in range(width)], dim=1)
+    terminated = is_stop.any(dim=1)
+    lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
+    width = int(lengths.max())  # on a GPU tokens are drawn on until the next check
+    mask = torch.arange(width) < lengths[:, None]
+    ids = ids[:, :width].where(mask, sampling.pad_id)
+    tokens = [row.tolist() for row in ids[mask].split(lengths.tolist())]
+    texts = completion_texts(tokenizer, prompt_ids.tolist(), tokens, sampling.stop_ids)
+    logprobs = completions.logprobs[:, :width].cpu().where(mask, 0.0) if sampling.logprobs else None
+    nucleus = completions.nucleus.rows(torch.arange(n_rows), width) if sampling.nucleus else None
+    return Rollout(prompt_ids, prompt_mask, ids, mask, terminated, texts, logprobs, nucleus)
+
+
+def stop_string_criteria(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> StopStringCriteria | None:
+    """Finds the rows (b, t) whose last token completes a stop string; None without stop strings."""
+    return StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
+
+
+def decode_greedily(
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     sampling: Sampling,
-    prompts: Prompts,
-) -> Sampler:
-    """The sampler of a policy; ValueError for a model that `check_exactness` refuses, tried on a few prompts."""
-    with dist.unsharded(policy):
-        decode = partial(decode_greedily, policy, tokenizer, sampling)
-        check_exactness(policy, prompts.ids, decode, config.autocast)
-    return Sampler(policy, tokenizer, sampling, config.autocast)
+    prompts: Sequence[Sequence[int]],
+) -> list[list[int]]:
+    """The first four tokens of two greedy completions of each prompt, whatever would end them."""
+    greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)
+    return generate(model, tokenizer, prompts, greedy, group_size=2).completion_ids.tolist()
 
 
-@dataclass(frozen=True)
-class WrappedSampler:
-    """Base of samplers around another one."""
-
-    sampler: RolloutSampler
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.sampler.tokenizer
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.sampler.sampling
-
-    @property
-    def model_config(self) -> PretrainedConfig:
-        return self.sampler.model_config
-
-    def with_sampling(self, sampling: Sampling) -> RolloutSampler:
-        return replace(self, sampler=self.sampler.with_sampling(sampling))
-
-    def seeded(self) -> RolloutSampler:
-        return replace(self, sampler=self.sampler.seeded())
-
-    def greedy(self, policy: transformers.PreTrainedModel) -> RolloutSampler:
-        return replace(self, sampler=self.sampler.greedy(policy))
-
-
-@dataclass(frozen=True)
-class UnshardedSampler(WrappedSampler):
-    """Gathers the weights of a sharded policy around each draw: ranks may then run different numbers of passes.
-
-    Attributes:
-        gathers: False where an engine draws, which has weights of its own.
-    """
-
-    policy: transformers.PreTrainedModel
-    gathers: bool = True
-
-    def draw(self, prompts: Prompts, group_size: int) -> Rollout:
-        with dist.unsharded(self.policy) if self.gathers else nullcontext():
-            return self.sampler.draw(prompts, group_size)
-
-    def greedy(self, policy: transformers.PreTrainedModel) -> UnshardedSampler:
-        return UnshardedSampler(self.sampler.greedy(policy), policy)
-
-
-class Generators:
-    """Torch's generators as sampling alone advances them: global ones inside ``with generators.sampling():``.
-
-    Python's, numpy's and torch's global generators are left to users' code: what a reward, an environment or a loss
-    draws from them, or seeds, changes no completion. Making one seeds all. The state is that of both, on this rank.
-    """
-
-    per_rank = True
-
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self.device = device
-        self.seed(seed)
-
-    def seed(self, seed: int, steps: int = 0) -> None:
-        """Seed all, differently on every rank and after every number of steps.
-
-        On rank 0 at step 0 the seed of sampling is the run's own, as in a single process.
-        """
-        is_first = dist.rank() == 0 and steps == 0
-        seed_all(seed if is_first else mix_seed(seed, steps, is_user_rng=False))
-        self.states = torch_states(self.device)
-        seed_all(mix_seed(seed, steps, is_user_rng=True))
-
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            set_torch_states(self.states, self.device)
-            try:
-                yield
-            finally:
-                self.states = torch_states(self.device)
-
-    def state_dict(self) -> dict[str, Any]:
-        kind, keys, *position = np.random.get_state()  # noqa: NPY002 (users' code may draw from it)
-        return {
-            "python": random.getstate(),
-            "numpy": [kind, keys.tolist(), *position],
-            "torch": torch_states(self.device),
-            "sampling": self.states,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        random.setstate(state["python"])
-        kind, keys, *position = state["numpy"]
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *position))  # noqa: NPY002
-        set_torch_states(state["torch"], self.device)
-        self.states = state["sampling"]
-
-
-def mix_seed(seed: int, steps: int, is_user_rng: bool) -> int:
-    """32 bits from a seed, this rank, the number of steps, and whose the generators are."""
-    return int(np.random.SeedSequence((seed, dist.rank(), steps, is_user_rng)).generate_state(1)[0])
-
-
-def seed_all(seed: int) -> None:
-    """Seed Python's, numpy's and torch's global generators."""
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
-    torch.manual_seed(seed)
+def check_decoding(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, prompts: Prompts, autocast_mode: str
+) -> None:
+    """Raise ValueError for a model that `check_exactness` refuses, tried on a few prompts."""
+    with dist.unsharded(model):
+        check_exactness(model, prompts.ids, partial(decode_greedily, model, tokenizer, sampling), autocast_mode)

@@ -28,8 +28,8 @@ def print_header(run: Run) -> None:
     test = f" (a share of {config.data.holdout:g} is held out as test)" if config.data.holdout else ""
     if config.data.name == "file" and not config.run.test_limit:
         test = ", no test (--data.holdout 0.2 makes one)"
-    stops = run.sampler.tokenizer.convert_ids_to_tokens(run.sampler.sampling.stop_ids)
-    stops += [repr(text) for text in run.sampler.sampling.stop_strings]
+    stops = run.recorder.tokenizer.convert_ids_to_tokens(run.how.sampling.stop_ids)
+    stops += [repr(text) for text in run.how.sampling.stop_strings]
     print(f"""\
 model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters, \
 {trained / 1e6:.1f}M trained, in {dtypes}{autocast}, on {dist.world_size()} x {policy.device}
@@ -41,7 +41,7 @@ per rollout of {config.rollout.prompts} x {config.rollout.group_size}
 rate    {config.optimizer.lr:g}, {config.optimizer.schedule}; {config.optimizer.name}""")
     if policy.device.type == "cuda" and config.rollout.engine is None:
         print(f"memory  {run.learner.microbatch_size(config):,} tokens in a microbatch, "
-              f"{run.sampler.sampling.max_rows:,} rows decoded at a time")  # fmt: skip
+              f"{run.how.sampling.max_rows:,} rows decoded at a time")  # fmt: skip
     changed = changed_switches(config.model, run.settings)
     if changed:
         print(f"changed {', '.join(changed)}")

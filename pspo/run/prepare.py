@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,11 +13,12 @@ from pspo.config import TrainConfig, require
 from pspo.environments import EnvironmentSampler
 from pspo.model import load_tokenizer
 from pspo.model.find import token_ids
-from pspo.rollout import PromptStream, UnshardedSampler, make_sampling
+from pspo.rollout import How, PolicySampler, PromptStream, make_sampling
 from pspo.rollout.engine import find_engine, start_engine
 from pspo.rollout.experience import Delay
+from pspo.rollout.generators import Generators
 from pspo.rollout.prompts import load_splits
-from pspo.rollout.sampler import Generators, make_sampler
+from pspo.rollout.sampler import check_decoding
 from pspo.run.folders import lock_folder
 from pspo.run.recorder import Recorder
 from pspo.run.resume import find_start, fork, resume
@@ -74,9 +74,10 @@ def load_run(config: TrainConfig, settings: Settings, output: Path, resources: c
         learner = make_learner(config, device)
     policy = learner.policy
     sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
-    policy_sampler = make_sampler(config.model, policy, tokenizer, sampling, prompts["train"])
+    check_decoding(policy, tokenizer, sampling, prompts["train"], config.model.autocast)
+    how = How(sampling, policy if engine is None else None, generators)
     signals = StopSignals()
-    sampler = replace(policy_sampler, rng_context=generators.sampling, signals=signals)
+    sampler = PolicySampler(tokenizer, config.model.autocast, signals)
 
     engine_sampler = None
     if engine is not None:
@@ -84,23 +85,22 @@ def load_run(config: TrainConfig, settings: Settings, output: Path, resources: c
         if device.type == "cpu" and config.draws_ahead:  # it draws during the update: more threads than cores stall
             resources.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-        sampler = engine_sampler = start_engine(engine, config, learner, sampler, prompts)
+        sampler = engine_sampler = start_engine(engine, config, learner, sampler, prompts, how)
     if make_environment is not None:
-        sampler = EnvironmentSampler(sampler, make_environment)
-    if dist.is_sharded(policy):
-        sampler = UnshardedSampler(sampler, policy, gathers=engine is None)
+        sampler = EnvironmentSampler(sampler, make_environment, tokenizer, policy.config)
     stream = PromptStream(prompts["train"], config)
     delay = None
     if config.rollout.lag > 0:
-        delay = Delay(config.rollout, stream, engine_sampler if config.draws_ahead else None)
+        delay = Delay(config.rollout, stream, how, engine_sampler if config.draws_ahead else None)
     recorder = Recorder(config, learner, tokenizer, prompts["train"], output)
-    validator = Validator(config, sampler, recorder, prompts)
+    validator = Validator(config, sampler, how, recorder, prompts)
     return Run(
         config=config,
         settings=settings,
         output=output,
         stream=stream,
         sampler=sampler,
+        how=how,
         delay=delay,
         learner=learner,
         validator=validator,

@@ -12,9 +12,9 @@ from pspo.cli.failures import fail_together
 from pspo.cli.files import Settings, write_json, write_text
 from pspo.config import TrainConfig
 from pspo.model.device import peak_memory_gb
-from pspo.rollout import Experience, PromptStream, RolloutSampler
+from pspo.rollout import Experience, How, PromptStream, Sampler
 from pspo.rollout.experience import Delay
-from pspo.rollout.sampler import Generators
+from pspo.rollout.generators import Generators
 from pspo.run.card import model_card
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import write_errors
@@ -31,6 +31,7 @@ class Run:
 
     Attributes:
         settings: the configuration as ``config.yaml`` has it.
+        how: rollouts are drawn.
         resources: the folder's lock and the engine, closed with the run.
         on_rollout: called with each rollout and the metrics of its optimizer steps.
     """
@@ -39,7 +40,8 @@ class Run:
     settings: Settings
     output: Path
     stream: PromptStream
-    sampler: RolloutSampler
+    sampler: Sampler
+    how: How
     delay: Delay | None  # with --rollout.lag
     learner: Learner
     validator: Validator

@@ -15,7 +15,7 @@ from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.results import Evaluation
 from pspo.model import fill_adapters, has_adapters, load_policy
-from pspo.rollout import Prompts, RolloutSampler
+from pspo.rollout import How, Prompts, Sampler
 from pspo.run.folders import save_model, write_errors
 from pspo.run.recorder import Recorder
 
@@ -30,10 +30,11 @@ class Validator:
     """
 
     def __init__(
-        self, config: TrainConfig, sampler: RolloutSampler, recorder: Recorder, prompts: dict[str, Prompts]
+        self, config: TrainConfig, sampler: Sampler, how: How, recorder: Recorder, prompts: dict[str, Prompts]
     ) -> None:
         self.config = config
         self.sampler = sampler
+        self.how = replace(how, generators=None)
         self.recorder = recorder
         self.prompts = prompts
         self.learner = recorder.learner
@@ -54,8 +55,8 @@ class Validator:
 
     def measure(self) -> dict[str, float]:
         """Mean reward under the training's sampling, and greedy accuracy (greedy reward without gold answers)."""
-        sampled = self.evaluate("validation", self.sampler.seeded(), "validate")
-        greedy = self.evaluate("validation", self.sampler.greedy(self.learner.policy), "validate")
+        sampled = self.evaluate("validation", self.how, "validate")
+        greedy = self.evaluate("validation", self.greedily(self.learner.policy), "validate")
         sampled_means, greedy_means = dist.run_on_main(lambda: (sampled.means(), greedy.means()))
         validation = {"validation_reward": sampled_means.get("mean_reward", -math.inf)}
         if "accuracy" in greedy_means:
@@ -74,7 +75,7 @@ class Validator:
             self.validations["best_trained"] = record
         if is_better(record, self.best):
             self.validations["best"] = record
-            save_model(self.learner.policy, self.sampler.tokenizer, self.output / "best", record)
+            save_model(self.learner.policy, self.recorder.tokenizer, self.output / "best", record)
         measures = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items())
         is_quiet = self.config.run.quiet or not dist.is_main()
         print_timed(f"step {step}  {measures}  best at {self.best['step']}", is_quiet)
@@ -84,7 +85,7 @@ class Validator:
         """Evaluate greedily on the held-out problems, and keep the completions; {} for --run.test_limit 0."""
         if not self.config.run.test_limit:
             return {}
-        evaluation = self.evaluate("test", self.sampler.greedy(policy), f"test {when}")
+        evaluation = self.evaluate("test", self.greedily(policy), f"test {when}")
 
         def write() -> dict[str, Any]:
             path = self.output / f"test-{when}.jsonl"
@@ -94,13 +95,18 @@ class Validator:
 
         return dist.run_on_main(write)
 
-    def evaluate(self, split: str, sampler: RolloutSampler, bar: str) -> Evaluation | None:
+    def greedily(self, policy: transformers.PreTrainedModel) -> How:
+        """Greedy decoding of a policy, never by an engine."""
+        return How(self.how.sampling.greedy(), policy)
+
+    def evaluate(self, split: str, how: How, bar: str) -> Evaluation | None:
         """Draw one completion of each prompt, shared evenly by the ranks; rank 0 alone gets the evaluation."""
         prompts = self.prompts[split]
         bar = "" if self.config.run.quiet else bar
         rows = math.ceil(len(prompts) / dist.world_size())
         return evaluate(
-            sampler,
+            self.sampler,
+            how,
             prompts,
             self.config.reward,
             step=self.learner.steps,
@@ -113,7 +119,7 @@ class Validator:
         """Save the final model, and test it and the best one; returns the results of all tests and validations."""
         policy = self.learner.policy
         steps = self.learner.steps
-        save_model(policy, self.sampler.tokenizer, self.output / "final")
+        save_model(policy, self.recorder.tokenizer, self.output / "final")
         best_step = self.best.get("step", steps)
         if best_step == steps:
             final = self.test(policy, "after")

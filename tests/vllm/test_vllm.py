@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import reference
@@ -26,9 +27,9 @@ from test_servers import engine_of
 from pspo.cli.files import read_jsonl
 from pspo.config import DataConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
 from pspo.model import load_policy, load_tokenizer, token_logprobs
-from pspo.rollout import Prompts, load_prompts, make_sampling
+from pspo.rollout import How, PolicySampler, Prompts, load_prompts, make_sampling
 from pspo.rollout.engine import EngineError, EngineSampler, find_engine
-from pspo.rollout.sampler import Sampler
+from pspo.rollout.generators import Generators
 from pspo.update.learner import Learner
 from pspo_vllm.weights import weights_of_files
 
@@ -108,12 +109,17 @@ def servers_spec(servers: list[VLLMServer]) -> dict:
     return {"class_path": "pspo_vllm.Servers", "init_args": {"urls": [server.url for server in servers]}}
 
 
-def sampler_of(engine, policy, **changed) -> EngineSampler:
-    """An engine's sampler for a policy that a learner holds; with other sampling fields."""
+class Served(NamedTuple):
+    sampler: EngineSampler
+    how: How
+
+
+def sampler_of(engine, policy, **changed) -> Served:
+    """An engine's sampler for a policy that a learner holds, and how it draws; with other sampling fields."""
     tokenizer = load_tokenizer(ModelConfig(policy.name_or_path))
     sampling = replace(make_sampling(policy, tokenizer, RolloutConfig(), logprobs=True), **changed)
     learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
-    return EngineSampler(engine, learner, Sampler(policy, tokenizer, sampling))
+    return Served(EngineSampler(engine, learner, PolicySampler(tokenizer)), How(sampling))
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +128,12 @@ def prompts():
     return load_prompts(DataConfig(), tokenizer, "train", limit=24)
 
 
-def logprob_errors(sampler, prompts, policy=None):
+def logprob_errors(served, prompts):
     """Differences between an engine's log-probs and the policy's, (B, T), of groups of 4."""
-    drawn = sampler.draw(prompts, 4)
-    policy = sampler.learner.policy if policy is None else policy
-    return drawn, drawn.sampler_logprobs - token_logprobs(policy, *drawn.token_ids, sampler.sampling.temperature)
+    sampler, how = served
+    drawn = sampler.draw(prompts, 4, how)
+    expected = token_logprobs(sampler.learner.policy, *drawn.token_ids, how.sampling.temperature)
+    return drawn, drawn.sampler_logprobs - expected
 
 
 @needs_vllm
@@ -141,11 +148,12 @@ def test_logprobs_are_the_policys(served, prompts):
 @pytest.mark.parametrize("served", ["process"], indirect=True)  # a server draws fewer at a time
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.85, 0), (1.0, 6), (1.0, 0)])
 def test_first_tokens_have_the_frequencies_of_the_cut_distribution(served, prompts, top_p, top_k):
-    policy = served.learner.policy
+    policy = served.sampler.learner.policy
     n, prompt = 4000, prompts.ids[0][:9]
-    sampling = replace(served.sampling, temperature=2.0, top_p=top_p, top_k=top_k, max_completion_tokens=1)
+    sampling = replace(served.how.sampling, temperature=2.0, top_p=top_p, top_k=top_k, max_completion_tokens=1)
     torch.manual_seed(1)
-    drawn = served.with_sampling(sampling).draw(Prompts(prompts.problems[:1], [prompt]), n).completion_ids[:, 0]
+    one = Prompts(prompts.problems[:1], [prompt])
+    drawn = served.sampler.draw(one, n, How(sampling)).completion_ids[:, 0]
     with torch.no_grad():
         logits = policy(torch.tensor([prompt])).logits[0, -1] / 2.0
     exact = reference.nucleus(logits, top_p, top_k)
@@ -155,7 +163,7 @@ def test_first_tokens_have_the_frequencies_of_the_cut_distribution(served, promp
 
 @needs_vllm
 def test_weights_pushed_are_the_weights_used(served, prompts):
-    learner = served.learner
+    learner = served.sampler.learner
     policy = learner.policy
 
     def error() -> float:
@@ -193,14 +201,16 @@ def test_what_is_pushed_is_what_a_file_would_hold(name, tmp_path):
 @needs_vllm
 def test_adapters_are_merged_into_what_is_pushed(served, prompts):
     pytest.importorskip("peft")
-    policy = load_policy(ModelConfig(served.learner.policy.name_or_path, lora=LoraConfig(rank=4)), CPU)
+    trained = served.sampler.learner
+    policy = load_policy(ModelConfig(trained.policy.name_or_path, lora=LoraConfig(rank=4)), CPU)
     with torch.no_grad():
         for weight in policy.parameters():
             if weight.requires_grad:
                 weight.normal_(std=0.1)
-    learner = Learner(policy, served.learner.optimizer, steps=served.learner.steps + 1)
-    assert logprob_errors(replace(served, learner=learner), prompts.take(range(4)))[1].abs().max() < 1e-3
-    served.learner.steps += 2
+    learner = Learner(policy, trained.optimizer, steps=trained.steps + 1)
+    sampler = replace(served.sampler, learner=learner)
+    assert logprob_errors(Served(sampler, served.how), prompts.take(range(4)))[1].abs().max() < 1e-3
+    trained.steps += 2
 
 
 @needs_vllm
@@ -257,14 +267,15 @@ def test_no_completion_is_drawn_by_two_versions(vllm_servers, prompts):
         for weight in other.parameters():
             weight.mul_(1.05)
     with engine_of(vllm_servers) as engine, engine_of(vllm_servers) as intruder:
-        sampler = sampler_of(engine, mine, stop_ids=(), max_completion_tokens=160)
+        sampler, how = sampler_of(engine, mine, stop_ids=(), max_completion_tokens=160)
+        how = replace(how, generators=Generators(CPU, 0))
         before = sum(server.begun for server in vllm_servers)
-        sampler.prefetch(prompts, 16)
+        sampler.prefetch(prompts, 16, how)
         until(lambda: sum(server.begun for server in vllm_servers) == before + 128)  # takes seconds from here on
         intruder.push(other, 0)
-        drawn = sampler.draw(prompts, 16)
-        errors = drawn.sampler_logprobs - token_logprobs(mine, *drawn.token_ids, sampler.sampling.temperature)
+        drawn = sampler.draw(prompts, 16, how)
+        errors = drawn.sampler_logprobs - token_logprobs(mine, *drawn.token_ids, how.sampling.temperature)
         assert errors.abs().max() < 1e-4
         assert {server.version for server in vllm_servers} == {intruder.version}
         with pytest.raises(EngineError, match=f"drew with weights {intruder.version}, not {engine.version}"):
-            sampler.draw(prompts, 4)
+            sampler.draw(prompts, 4, how)
