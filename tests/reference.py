@@ -180,10 +180,9 @@ def kl(logprob, ref_logprob, estimator, old_logprob=None):
         log_r = clamp(logprob - old_logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         moves = log_r == logprob - old_logprob
         return math.exp(log_r) * value, math.exp(log_r) * (slope + value * moves)
-    raw = ref_logprob - logprob
-    x = clamp(raw, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    x = clamp(ref_logprob - logprob, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     value, slope = {"k1": (-x, -x), "k2": (x * x / 2, -x), "k3": (math.exp(x) - 1 - x, 1 - math.exp(x))}[estimator]
-    return value, (slope if x == raw else 0.0)
+    return value, slope  # of the bound, where x is beyond it
 
 
 def group_relative_advantages(rewards, group_size, scale="none", eps=1e-4):

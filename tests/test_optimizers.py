@@ -80,6 +80,17 @@ def test_weight_decay_leaves_norms_and_biases_alone(tiny_model, name, dtype):
     assert moved > 1e-3
 
 
+@pytest.mark.parametrize("name", ["Mamba", "Jamba"])
+def test_weight_decay_leaves_matrices_of_state_space_models_alone(tiny_model, name):
+    policy = tiny_model(name)
+    policy.get_input_embeddings().weight._no_weight_decay = True  # as a model's makers mark a weight
+    optimizer = make_optimizer(policy, OptimizerConfig(lr=1e-3, options={"weight_decay": 0.1}))
+    undecayed = {id(weight) for weight in optimizer.param_groups[1]["params"]}
+    exempt = {name for name, weight in policy.named_parameters() if weight.dim() > 1 and id(weight) in undecayed}
+    assert {name.split(".")[-1] for name in exempt} == {"A_log", "weight"}
+    assert sum(name.endswith("weight") for name in exempt) == 1
+
+
 def test_options_are_those_of_the_optimizers_class(tiny_model):
     config = OptimizerConfig(name="sgd", lr=0.1, options={"momentum": 0.9, "dampening": 0.1})
     assert make_optimizer(tiny_model(), config).param_groups[0]["momentum"] == 0.9

@@ -166,10 +166,10 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy,
     assert all(line.startswith("out of memory: the step is repeated, with microbatches of at most") for line in lines)
     assert calls[-1] <= rows < max(calls)
 
-    limit, tried = learner.microbatch_limit, len(calls)
+    limit, tried = learner.microbatch_tokens, len(calls)
     update(learner, rollout, advantages, config)
     if rows > 1:  # the smaller microbatches stay; they are limited by tokens, of which two short rows may have as few
-        assert learner.microbatch_limit == limit
+        assert learner.microbatch_tokens == limit
         assert max(calls[tried:]) <= rows
         assert capsys.readouterr().err == ""
 

@@ -149,7 +149,7 @@ def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
         row("tokens", rollout.tokens / seconds, "1/s"),
         *(row(f"MFU, of the {kind} peak", rate / peak, least=least) for kind, peak in peaks.items()),
         row("peak memory", memory, "GB"),
-        row("microbatches", learner.microbatch_size(config), "tokens"),  # halved where memory ran out
+        row("microbatches", learner.microbatch_tokens, "tokens"),  # halved where memory ran out
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pspo.losses.surrogates import log_ratio
+from pspo.losses.surrogates import log_ratio, masked
 
 KLEstimator = Literal["k1", "k2", "k3", "unbiased_k3"]
 
@@ -34,9 +34,11 @@ def kl_estimate(
         old_logprobs: (B, T), for "unbiased_k3".
 
     Returns:
-        (B, T), in nats, 0 where masked; the log-ratio is clamped to +-20 as in the surrogates.
+        (B, T), in nats, 0 where masked. x is clamped to +-20; beyond, the gradient is the bound's, so that it pulls
+        where the policy is furthest away.
     """
-    x = log_ratio(ref_logprobs, logprobs, mask)  # (B, T)
+    moved = masked(logprobs.detach() - logprobs, mask)  # 0, with the gradient of -logprobs
+    x = log_ratio(ref_logprobs, logprobs.detach(), mask) + moved  # (B, T)
     k2 = 0.5 * x.square()
     if estimator == "k1":
         return k2 - k2.detach() - x.detach()

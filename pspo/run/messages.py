@@ -40,7 +40,7 @@ method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x {config
 per rollout of {config.rollout.prompts} x {config.rollout.group_size}
 rate    {config.optimizer.lr:g}, {config.optimizer.schedule}; {config.optimizer.name}""")
     if policy.device.type == "cuda" and config.rollout.engine is None:
-        print(f"memory  {run.learner.microbatch_size(config):,} tokens in a microbatch, "
+        print(f"memory  {run.learner.microbatch_tokens:,} tokens in a microbatch, "
               f"{run.how.sampling.max_rows:,} rows decoded at a time")  # fmt: skip
     changed = changed_switches(config.model, run.settings)
     if changed:

@@ -189,6 +189,7 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
     left_out = {"validator"}
     if changes.keys() - FREE - LIMITS - {"run.fork_from"}:  # which may ask for other rollouts than those that wait
         left_out.add("delay")
+    del states["learner"]["microbatch_tokens"]  # these switches and this memory give its own
     old_amsgrad, amsgrad = (bool(options.get("amsgrad")) for options in changes.get("optimizer.options", ({}, {})))
     if changes.keys() & {"optimizer.name", "model.dtype"} or amsgrad != old_amsgrad:  # other moments
         states["learner"]["optimizer"] = None

@@ -12,6 +12,7 @@ from pspo.config import TrainConfig
 from pspo.losses import Counts
 from pspo.model import is_out_of_memory
 from pspo.rollout.types import Batch, Rollout
+from pspo.update.learner import Learner
 
 
 @dataclass
@@ -101,19 +102,20 @@ def pack(groups: list[list[int]], lengths: Lengths, limit: float) -> list[list[i
     return microbatches
 
 
-def can_halve(error: RuntimeError, minibatch: Minibatch) -> bool:
-    """True if memory ran out, and smaller microbatches may help."""
-    return is_out_of_memory(error) and max(len(batch.rollout) for batch in minibatch.batches) > 1
+def can_halve(learner: Learner, minibatch: Minibatch, error: RuntimeError) -> bool:
+    """True if memory ran out, and smaller microbatches may help; ranks with shards must run equally many passes."""
+    has_rows = max(len(batch.rollout) for batch in minibatch.batches) > 1
+    return has_rows and is_out_of_memory(error) and not learner.is_sharded
 
 
-def halve(minibatch: Minibatch, shares_prompts: bool) -> int:
-    """Divide each microbatch into halves; returns the limit in tokens for those of later rollouts, and says so.
+def halve(learner: Learner, minibatch: Minibatch) -> None:
+    """Divide each microbatch into halves, and make those of later rollouts as small.
 
     The denominators are the minibatch's, so the gradient is the same to rounding.
     """
-    limit = max(1, max(batch.padded_tokens(shares_prompts) for batch in minibatch.batches) // 2)
+    limit = max(1, max(batch.padded_tokens(learner.shares_prompts) for batch in minibatch.batches) // 2)
+    learner.microbatch_tokens = min(limit, learner.microbatch_tokens)
     minibatch.batches = [half for batch in minibatch.batches for half in batch.halves()]
     torch.cuda.empty_cache()  # does nothing without a GPU
     advice = f"{limit:,} tokens from here on (--optimizer.microbatch_tokens)"
     tqdm.write(f"out of memory: the step is repeated, with microbatches of at most {advice}", file=sys.stderr)
-    return limit

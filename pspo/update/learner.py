@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.model import StartingAdapters, default_microbatch_tokens, has_adapters, load_policy, shares_prompts
-from pspo.model.device import MICROBATCH_TOKENS
 from pspo.update.optimizers import make_optimizer, make_scheduler
 from pspo.update.tokens import TokenRecord
 
@@ -30,8 +29,7 @@ class Learner:
         scheduler: None for a constant learning rate.
         reference: None if beta is 0.
         steps: optimizer steps taken.
-        microbatch_tokens: at most so many in a microbatch unless --optimizer.microbatch_tokens says.
-        microbatch_limit: and at most these, once memory has run out.
+        microbatch_tokens: at most so many in a microbatch, fewer once memory has run out; None until the first update.
         record: gets what every step computes at tokens; None to record nothing.
     """
 
@@ -40,22 +38,12 @@ class Learner:
     scheduler: LambdaLR | None = None
     reference: transformers.PreTrainedModel | StartingAdapters | None = None
     steps: int = 0
-    microbatch_tokens: int = MICROBATCH_TOKENS
-    microbatch_limit: int | None = None
+    microbatch_tokens: int | None = None
     record: TokenRecord | None = None
 
     def __post_init__(self) -> None:
         self.is_sharded = dist.is_sharded(self.policy)
         self.shares_prompts = shares_prompts(self.policy)  # a pass computes a prompt once
-
-    def microbatch_size(self, config: TrainConfig) -> int:
-        """At most so many tokens in a microbatch: as --optimizer.microbatch_tokens says, or as memory allows."""
-        tokens = config.optimizer.microbatch_tokens or self.microbatch_tokens
-        return min(tokens, self.microbatch_limit or tokens)
-
-    def limit_microbatches(self, tokens: int) -> None:
-        """Make the microbatches of later rollouts at most this large, because memory has run out."""
-        self.microbatch_limit = min(tokens, self.microbatch_limit or tokens)
 
     def reference_model(self) -> AbstractContextManager[transformers.PreTrainedModel | None]:
         """The reference model, for a `with` block; under LoRA the policy itself, with the adapters it started from."""
@@ -64,14 +52,14 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
-            "microbatch_limit": self.microbatch_limit,  # a resumed run computes in the same shapes
+            "microbatch_tokens": self.microbatch_tokens,  # a resumed run computes in the same shapes
             "optimizer": None if self.is_sharded else self.optimizer.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore everything but the weights; learning rate and other options stay as this optimizer was made."""
         self.steps = state["steps"]
-        self.microbatch_limit = state["microbatch_limit"]
+        self.microbatch_tokens = state.get("microbatch_tokens", self.microbatch_tokens)  # a fork leaves them out
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         if state["optimizer"] is not None:
             self.optimizer.load_state_dict(state["optimizer"])
@@ -92,5 +80,6 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
         reference = load_policy(config.model, device, config.distributed).requires_grad_(False)
     optimizer = make_optimizer(policy, config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
-    tokens = default_microbatch_tokens(policy, config.model.gradient_checkpointing)
+    by_memory = default_microbatch_tokens(policy, config.model.gradient_checkpointing)
+    tokens = config.optimizer.microbatch_tokens or by_memory
     return Learner(policy, optimizer, scheduler, reference, microbatch_tokens=tokens)

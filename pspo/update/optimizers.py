@@ -16,22 +16,25 @@ from pspo.config import OptimizerConfig
 def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer of all parameters that are not frozen, at the peak learning rate.
 
-    --optimizer.options may have a weight_decay, of matrices and embeddings; norms and biases have none.
+    --optimizer.options may have a weight_decay, of matrices and embeddings. Norms, biases, A_log of state-space models,
+    and what a model's makers have marked ``_no_weight_decay``, have none.
     """
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    is_bfloat16 = any(weight.dtype == torch.bfloat16 for weight in trained)
-    optimized = float32_copies(trained) if is_bfloat16 else trained
-    matrices = []
+    trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
+    weights = list(trained.values())
+    is_bfloat16 = any(weight.dtype == torch.bfloat16 for weight in weights)
+    optimized = float32_copies(weights) if is_bfloat16 else weights
+    decayed = []
     others = []
-    for weight, parameter in zip(trained, optimized, strict=True):
-        group = matrices if weight.dim() > 1 else others
+    for (name, weight), parameter in zip(trained.items(), optimized, strict=True):
+        is_marked = getattr(weight, "_no_weight_decay", name.endswith("A_log"))
+        group = decayed if weight.dim() > 1 and not is_marked else others
         group.append(parameter)
     groups = [
-        {"params": matrices, "weight_decay": config.options.get("weight_decay", 0.0)},
+        {"params": decayed, "weight_decay": config.options.get("weight_decay", 0.0)},
         {"params": others, "weight_decay": 0.0},
     ]
     optimizer = new_optimizer([group for group in groups if group["params"]], config)
-    return StochasticRounding(trained, optimized, optimizer) if is_bfloat16 else optimizer
+    return StochasticRounding(weights, optimized, optimizer) if is_bfloat16 else optimizer
 
 
 def new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
 from pspo.model import autocast, head_logprobs, hidden_states, row_chunks, token_index
+from pspo.model.device import MICROBATCH_TOKENS
 from pspo.rollout.types import Batch, Rollout
 from pspo.update.batching import Minibatch, can_halve, halve, split_minibatches
 from pspo.update.learner import Learner
@@ -43,7 +44,9 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
 
 def split(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[Minibatch]:
     """Assign rows to optimizer steps and microbatches, see `split_minibatches`, by the memory there is."""
-    tokens = learner.microbatch_size(config)
+    if learner.microbatch_tokens is None:
+        learner.microbatch_tokens = config.optimizer.microbatch_tokens or MICROBATCH_TOKENS
+    tokens = learner.microbatch_tokens
     return split_minibatches(rollout, advantages, config, tokens, learner.shares_prompts, learner.is_sharded)
 
 
@@ -65,13 +68,13 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
                     visits += backward(learner, batch, minibatch.counts, config)
             break
         except RuntimeError as error:
-            if learner.is_sharded or not can_halve(error, minibatch):
+            if not can_halve(learner, minibatch, error):
                 raise
         learner.optimizer.zero_grad()  # outside the except block, whose error holds the tensors of the failed pass
         if is_first_visit:  # old log-probs must be of the shapes that are trained in from here on
             for batch in minibatch.batches:
                 batch.old_logprobs = None
-        learner.limit_microbatches(halve(minibatch, learner.shares_prompts))
+        halve(learner, minibatch)
 
     loss = torch.stack([visit.loss for visit in visits]).sum()
     if dist.world_size() > 1:
@@ -154,13 +157,13 @@ def add_fixed_logprobs(
                         add_batch_logprobs(learner, batch, config.rollout.temperature, with_old, with_reference)
                 break
             except RuntimeError as error:
-                if learner.is_sharded or not can_halve(error, minibatch):
+                if not can_halve(learner, minibatch, error):
                     raise
             for batch in minibatch.batches:  # all of the shapes that are trained in from here on
                 batch.ref_logprobs = None
                 if with_old:
                     batch.old_logprobs = None
-            learner.limit_microbatches(halve(minibatch, learner.shares_prompts))
+            halve(learner, minibatch)
 
 
 def add_batch_logprobs(
