@@ -519,7 +519,7 @@ class EvalConfig(Section, name="eval"):
         max_completion_tokens: maximum length of a completion
         stop_tokens: tokens that end a completion, such as [<|im_end|>]; unset, the model's, tokenizer's and template's
         stop_strings: texts that end a completion, too, such as ["Question:"]
-        max_tokens: tokens decoded at a time, prompts included; lower it to save memory
+        max_tokens: tokens decoded at a time, prompts included; fewer save memory, and change which samples are drawn
         environment: import path of a text environment, as in training
     """
 

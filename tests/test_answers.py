@@ -102,7 +102,11 @@ def test_numbers_in_a_text(text, values):
         ("#### 5 6", 5, False), ("#### 1,2", 1, False), ("#### 5 ..", 5, False), ("#### - 5", -5, True),
         ("#### \u20135", -5, True), ("#### x = - 5", -5, False), ("#### 2 2/3", Fraction(8, 3), True),
         (r"#### $3\frac{1}{4}$", Fraction(13, 4), False), (r"#### \boxed{3 \times 10^5}", 300_000, False),
-        ("#### 1 234 apples", 1234, False), ("#### It is 42!", 42, False),
+        ("#### 1 234 apples", 1234, False), ("#### It is 42!", 42, False), ("#### 6*7 = 42", 42, False),
+        ("#### m+n = 256+37 = 293", 293, False), ("#### $12 + $25 + $25 = $62 a day", 62, False),
+        ("#### 2*7 + 3*6 = 14 + 18 = 32", 32, False), ("#### 5 apples + 3 apples = 8 apples", 8, False),
+        (r"#### 6 \times 7 = -42", -42, False), ("#### 42 (x = 7)", 42, False), ("#### 5 = x", 5, False),
+        ("#### 5 (as 2+3 = 5, not 6)", 5, False), ("#### 3 + 4 = x", 3, False), ("#### 8 - 5", 8, False),
         ("#### 5\u00a0", 5, False), ("#### 5 ####", 5, False),
         # No number on the marker's line, or no marker: the last number anywhere.
         ("It is 7.\n####", 7, False), ("It is 7.\n#### none", 7, False), ("7\n####\n8", 8, False),
@@ -206,7 +210,7 @@ HOSTILE = [
     "1/", "1/2/", "1/0 ", "1e", "1e-", "1e9999 ", "1e-9999 ", "1e99999 ", "0e9999 ", "-$", r"\frac{", r"\frac{1}{",
     r"\frac{ 1 }{ 2 }", r"\frac ", "#### ", "####\n", "##### ", "#### 3/0\n", "- ", "= - ", "1 ", "1 111 ", "1 1/",
     "10^", "10^{", r"1 \times ", "^", "^{", r"\sqrt", r"\sqrt{", r"\sqrt{}", r"\sqrt{a{b{c", r"\sqrt[3]", "1\u03c0",
-    "1!", "! ", "1_{", r"1\frac", r"\frac{x}{y", "{}", "1**2", "1\u00b2", "\u2013",
+    "1!", "! ", "1+", "1 a + ", "1_{", r"1\frac", r"\frac{x}{y", "{}", "1**2", "1\u00b2", "\u2013",
 ]  # fmt: skip
 HOSTILE = {unit: unit * (LONG // len(unit)) for unit in HOSTILE} | {
     "distinct integers": " ".join(map(str, range(16_000))),

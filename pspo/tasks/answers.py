@@ -82,6 +82,11 @@ _MARKER = re.compile(r"(?<!#)####(?!#)")
 _EXCLAMATION = re.compile(  # that ends a sentence; a factorial's stands before what follows a number in a formula
     r"(####[^a-zA-Z\n]*+)|(?<=[0-9])!++(?! ?(?:[-+/^=<>0-9a-z\\(),.;:}\]$]|\*(?!\*)))"
 )
+_OPERAND = r"[$£€]?[0-9][0-9.,]*+%?[ ]?(?:[a-z]{2,}+[ ]?)?+"  # 12 or $12 or 12 apples
+_EQUATION = re.compile(  # the left side of 12 + 30 = 42, and of each further `=`; begun at no later operand
+    rf"(?<![-+*/×÷0-9.,$£€])(?<![-+*/×÷] )(?<!times)(?<!times )(?<!cdot)(?<!cdot ){_OPERAND}"
+    rf"(?:(?:[-+*/×÷]|\\times|\\cdot)[ ]?{_OPERAND})++=(?=[ ]?[-$£€]*+[.0-9])"
+)
 _REST_OF_LINE = re.compile(r"[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]*+")  # the line ends of str.splitlines
 
 Marker = Literal["last", "first"]
@@ -146,12 +151,12 @@ def _marked_lines(text: str, marker: Marker) -> list[str]:
 def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
     """Return the number that the completion gives as its answer, exact; None if it holds no number.
 
-    It is the first number after the last (or first) marker `####` with a number on its line; without such a marker, the
-    last number of the whole completion. `#####` is no marker.
+    It is the first number after the last (or first) marker `####` with a number on its line, of an equation such as
+    `6*7 = 42` its value; without such a marker, the last number of the whole completion. `#####` is no marker.
     """
     text = _prose(after_thoughts(completion))
     for line in _marked_lines(text, marker):
-        number = next(find_numbers(line.strip()), None)
+        number = next(find_numbers(_EQUATION.sub("", line).strip()), None)
         if number is not None:
             return Fraction(number)
     starts = {match.group(): match.start() for match in _NUMBER.finditer(text)}  # the last of each spelling
