@@ -116,8 +116,6 @@ def is_main() -> bool:
 
 def run_on_main(function: Callable[[], T]) -> T:
     """Call ``function`` on rank 0 and return its result on every rank; if it raises, the others exit with code 2."""
-    if world_size() == 1:
-        return function()
     results: list[Any] = []
     try:
         if is_main():
@@ -259,11 +257,6 @@ def set_parameter(parameter: Tensor, values: Tensor) -> None:
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank."""
     return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:

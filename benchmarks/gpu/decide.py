@@ -1,5 +1,6 @@
 """What a GPU decides: candidates of `benchmarks.gpu.candidates` in turns with pspo as it is, and vLLM beside both."""
 
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -165,6 +166,7 @@ def workload_of(options: Options, load: Load) -> Workload:
 
 def vllm_alone(options: Options, load: Load) -> Rows:
     """Completion tokens per second, prompts included: of vLLM by itself, and of pspo's graphs."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     load = load.of(options)

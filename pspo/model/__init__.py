@@ -22,7 +22,6 @@ from pspo.model.logprobs import (
 )
 from pspo.model.shared_prompts import (
     CACHE_ARGUMENT,
-    attends_fully,
     has_plain_cache,
     shares_prompts,
     takes_visible_columns,

@@ -155,37 +155,36 @@ def trained_parameters(policy: PreTrainedModel) -> dict[str, nn.Parameter]:
 def read_adapters(folder: Path) -> dict[str, Tensor]:
     """The float32 weights of a PEFT folder by name; ValueError for a file that is missing or damaged."""
     file = folder / "adapter_model.safetensors"
-    older = folder / "adapter_model.bin"
+    if not file.exists() and file.with_suffix(".bin").exists():
+        file = file.with_suffix(".bin")
     try:
-        if file.exists() or not older.exists():
-            saved = load_file(file)
-        else:
-            file = older
-            saved = torch.load(file, map_location="cpu", weights_only=True)
-        return {name: values.float() for name, values in saved.items()}
+        saved = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        adapters = {name: values.float() for name, values in saved.items()}
     except Exception as error:  # the libraries raise anything on a damaged file
         reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise ValueError(f"--model.name_or_path: {file} does not load ({reason}); download or copy it again") from error
+    if not all(values.sum().isfinite() for values in adapters.values()):
+        raise ValueError(f"--model.name_or_path: not all numbers are finite in {file}: download or copy it again")
+    return adapters
 
 
 @torch.no_grad()
 def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
     """Set a model's adapters to those of a PEFT folder or hub id; without one, A is random and B is 0."""
     parameters = {name_in_file(name): parameter for name, parameter in trained_parameters(policy).items()}
+    values = {name: torch.zeros(parameter.shape) for name, parameter in parameters.items()}
     if source is None:
         generator = torch.Generator().manual_seed(torch.initial_seed())
-        for name, parameter in parameters.items():
-            values = torch.zeros(parameter.shape)
+        for name in values:
             if "lora_A" in name:
-                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)  # as PEFT's
-            dist.set_parameter(parameter, values)
-        return
-    saved = read_adapters(Path(source))
-    saved_shapes = {name: values.shape for name, values in saved.items()}
-    if saved_shapes != {name: parameter.shape for name, parameter in parameters.items()}:
-        raise ValueError(f"--model.name_or_path {source}: its adapters are not those of its adapter_config.json")
+                nn.init.kaiming_uniform_(values[name], a=math.sqrt(5), generator=generator)  # as PEFT's
+    else:
+        saved = read_adapters(Path(source))
+        if {name: v.shape for name, v in saved.items()} != {name: v.shape for name, v in values.items()}:
+            raise ValueError(f"--model.name_or_path {source}: its adapters are not those of its adapter_config.json")
+        values = saved
     for name, parameter in parameters.items():
-        dist.set_parameter(parameter, saved[name])
+        dist.set_parameter(parameter, values[name])
 
 
 def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:

@@ -54,25 +54,22 @@ def load_policy(
         check_adapter_config(config.lora.name_or_path)
     model_config = load_model_config(config)
     dtype = weights_dtype(config, device)
-    if distributed is not None and distributed.strategy == "fsdp2":
-        policy, weights = read_on_main(config, model_config, dtype)
-        if config.has_adapters:
-            add_adapters(policy, config)
+    no_dropout = set_dropout(copy.deepcopy(model_config))
+    is_sharded = distributed is not None and distributed.strategy == "fsdp2"
+    if is_sharded:
+        policy, weights = read_on_main(config, no_dropout, dtype)
+    else:
+        policy = read_policy(config, no_dropout, dtype)
+    if config.has_adapters:
+        add_adapters(policy, config)
+    if is_sharded:
         dist.shard(policy, weights, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
     else:
-        policy = read_policy(config, model_config, dtype)
-        if config.has_adapters:
-            add_adapters(policy, config)
         policy.to(device)
     set_dropout(policy.config, rates=model_config)  # for saved models; the layers keep none
     prepare_policy(policy, config)
     if config.has_adapters:
         fill_adapters(policy, config.lora.name_or_path)
-    broken = []
-    for name, weight in policy.named_parameters():
-        if not dist.local_shard(weight).sum().isfinite():  # NaN and inf stay in a sum
-            broken.append(name)
-    require_none(broken, "not all numbers are finite in its weights", config)
     return policy
 
 
@@ -81,7 +78,7 @@ def read_policy(config: ModelConfig, model_config: PretrainedConfig, dtype: torc
     policy, loading = load_pretrained(
         AutoModelForCausalLM,
         config,
-        config=set_dropout(copy.deepcopy(model_config)),
+        config=model_config,
         dtype=dtype,
         attn_implementation=config.attn_implementation,
         ignore_mismatched_sizes=True,
@@ -91,6 +88,8 @@ def read_policy(config: ModelConfig, model_config: PretrainedConfig, dtype: torc
     misshapen = [name for name, *_ in loading["mismatched_keys"]]
     require_none(misshapen, "its config.json describes other shapes of", config)
     require_none(loading["unexpected_keys"], "its config.json describes a model without its weights", config)
+    broken = [name for name, weight in policy.named_parameters() if not weight.sum().isfinite()]  # NaN stays in a sum
+    require_none(broken, "not all numbers are finite in its weights", config)
     if is_quantized(policy):
         check_quantization(policy, config)
     if has_adapters(policy):  # which transformers has found, and frozen
@@ -104,7 +103,7 @@ def read_on_main(
     """The model on the meta device, and on rank 0 its weights and buffers by name."""
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(
-            set_dropout(copy.deepcopy(model_config)),
+            model_config,
             dtype=dtype,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
@@ -113,12 +112,11 @@ def read_on_main(
 
     def read() -> GenerationConfig:
         whole = read_policy(config, model_config, dtype)
-        if is_quantized(whole):
-            raise ValueError(f"--model.name_or_path {config.name_or_path} is quantised: set --distributed.strategy ddp")
         weights.update(whole.named_parameters())
         weights.update(whole.named_buffers())
-        untied = weights.keys() - {*dict(policy.named_parameters()), *dict(policy.named_buffers())}
-        require_none(untied, "its config.json ties weights that differ", config)
+        known = dict(policy.named_parameters()) | dict(policy.named_buffers())
+        fault = "set --distributed.strategy ddp; fsdp2 takes no quantised weights, nor tied ones that differ:"
+        require_none(weights.keys() - known.keys(), fault, config)
         return whole.generation_config
 
     policy.generation_config = dist.run_on_main(read)

@@ -47,11 +47,11 @@ def decode_by_graphs(
     columns = COLUMN_STEP * math.ceil((prompt_ids.shape[1] + limit) / COLUMN_STEP)
     prefilled = prefill(model, prompt_ids, prompt_mask)
     decoder = GRAPH_DECODERS.pop(model, None)  # kept again at the end: not if memory runs out
-    if decoder is not None and not decoder.fits(prefilled, n, columns, limit):
+    if decoder is None or not decoder.fits(prefilled, n, columns, limit):
         decoder = None  # its buffers go before new ones come
-    if decoder is None:
         decoder = GraphDecoder(prefilled, n, columns, limit)
-    decoder.load(model, prefilled, prompt_mask, n, columns, sampling, group_size)
+    decoder.load(prefilled, prompt_mask, n, columns, sampling, group_size)
+    decoder.cast_weights(model)
     decoder.draw(prefilled.logits.repeat_interleave(group_size, dim=0), sampling)
     length = 1
     while length < limit:
@@ -117,18 +117,12 @@ class GraphDecoder:
         return is_large and cache_dtype(prefilled.cache.layers[0].keys) == self.buffers[0].dtype
 
     def load(
-        self,
-        model: PreTrainedModel,
-        prefilled: Prefill,
-        prompt_mask: Tensor,
-        n: int,
-        columns: int,
-        sampling: Sampling,
-        group_size: int,
+        self, prefilled: Prefill, prompt_mask: Tensor, n: int, columns: int, sampling: Sampling, group_size: int
     ) -> None:
         """Begin with prefilled prompts (N, P), each for ``group_size`` of n rows; the others are idle."""
         rows = len(prompt_mask) * group_size
         width = prompt_mask.shape[1]
+        device = self.tokens.device
         views = []
         prompts = [states for layer in prefilled.cache.layers for states in (layer.keys, layer.values)]
         for buffer, states in zip(self.buffers, prompts, strict=True):
@@ -143,16 +137,15 @@ class GraphDecoder:
         self.positions[:rows] = prefilled.positions.repeat_interleave(group_size, dim=0)
         self.visible = self.visible_buffer[: n * columns].view(n, 1, 1, columns)
         self.visible.fill_(False)
-        self.visible[:rows, 0, 0, :width] = to_device(prompt_mask, model.device).repeat_interleave(group_size, dim=0)
+        self.visible[:rows, 0, 0, :width] = to_device(prompt_mask, device).repeat_interleave(group_size, dim=0)
         self.ended.fill_(True)
         self.ended[:rows] = False
-        self.rows.copy_(torch.arange(len(self.rows), device=model.device))
+        self.rows.copy_(torch.arange(len(self.rows), device=device))
         self.column.fill_(width)
         self.length.zero_()
         self.completions.fill_(sampling.pad_id)
-        is_cast = torch.is_autocast_enabled(model.device.type)
+        is_cast = torch.is_autocast_enabled(device.type)
         self.kind = (is_cast, columns, str(replace(sampling, max_completion_tokens=1)))
-        self.cast_weights(model)
 
     def cast_weights(self, model: PreTrainedModel) -> None:
         """Under autocast, copy the weights and biases of linear layers in its dtype."""
