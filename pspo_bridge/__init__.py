@@ -1,0 +1,93 @@
+"""The losses of `pspo.losses` in other people's trainers; each module is for one of them, imported by its name."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pspo import losses
+from pspo.losses import Surrogate, check_loss, log_ratio, token_weights
+
+BUILT_IN = [
+    name
+    for name, value in vars(losses).items()
+    if inspect.isclass(value) and issubclass(value, Surrogate) and value is not Surrogate
+]
+
+
+def make_surrogate(surrogate: Surrogate | str | dict[str, Any], **arguments: Any) -> Surrogate:
+    """Make a surrogate from its name, such as "PSPO", or the import path of your own class, and its arguments.
+
+    An instance is returned as it is; {"class_path": "PSPO", "init_args": {"alpha": 0.2}} says both in one value, as
+    pspo's config.yaml does. Raises ValueError for a name or an argument that there is not.
+    """
+    if isinstance(surrogate, dict):
+        return make_surrogate(surrogate["class_path"], **surrogate.get("init_args", {}))
+    if isinstance(surrogate, str):
+        kind = find_surrogate(surrogate)
+        try:
+            surrogate = kind(**arguments)
+        except TypeError as error:
+            raise ValueError(f"{kind.__name__}{inspect.signature(kind)}: {error}") from error
+    elif arguments:
+        raise ValueError(f"{surrogate!r} has its arguments already: leave {', '.join(arguments)} out")
+    if not isinstance(surrogate, Surrogate):
+        raise ValueError(f"a surrogate must be an instance of a subclass of pspo.losses.Surrogate, not {surrogate!r}")
+    if hasattr(surrogate, "state_dict"):
+        raise ValueError(f"{surrogate!r} keeps a state, which only the checkpoints of pspo hold")
+    return surrogate
+
+
+def find_surrogate(name: str) -> type[Surrogate]:
+    """The class of a name or import path; "pspo.PSPO" and "pspo.losses.PSPO" are PSPO."""
+    short = name.removeprefix("pspo.").removeprefix("losses.")
+    if short in BUILT_IN:
+        return getattr(losses, short)
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        fix = f"name one of {', '.join(BUILT_IN)}, or the import path of a class of your own"
+        raise ValueError(f"there is no surrogate {name!r} ({error}): {fix}") from error
+
+
+@dataclass
+class Evaluation:
+    """A surrogate at B rows of T tokens.
+
+    Attributes:
+        losses: (B, T), per token, with gradient.
+        weights: (B, T), dL/dlogprob of each token, without.
+        metrics: scalars, means over the unmasked tokens with A != 0: ``ratio`` r; ``slope`` dL/dlogprob / (-A r), which
+            is always 1 - alpha for PSPO, 1 for NoClip, and for Clip the share of tokens inside the range;
+            ``zero_weight_share``, the share of tokens without gradient.
+    """
+
+    losses: Tensor
+    weights: Tensor
+    metrics: dict[str, Tensor]
+
+
+def evaluate(
+    surrogate: Callable[..., Tensor], logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+) -> Evaluation:
+    """Evaluate a surrogate, or what its `bind_step` gives; tensors as `pspo.losses.Surrogate` takes them."""
+    mask = mask.bool()
+    losses = surrogate(logprobs, old_logprobs, advantages, mask)
+    check_loss(surrogate, losses, logprobs)
+    weights = token_weights(surrogate, logprobs, old_logprobs, advantages, mask)
+    with torch.no_grad():
+        active = mask & (advantages != 0)
+        count = active.sum().clamp(min=1)
+        ratio = log_ratio(logprobs, old_logprobs, mask).exp()
+        slope = torch.where(active, weights / (-advantages * ratio), 0.0)
+        metrics = {
+            "ratio": torch.where(active, ratio, 0.0).sum() / count,
+            "slope": slope.sum() / count,
+            "zero_weight_share": (active & (weights == 0)).sum() / count,
+        }
+    return Evaluation(losses, weights, metrics)

@@ -1,0 +1,39 @@
+"""prime-rl's custom loss, by its import path.
+
+    [trainer.loss]
+    type = "custom"
+    import_path = "pspo_bridge.prime_rl.loss"
+    kwargs = { surrogate = "PSPO", alpha = 0.1 }
+
+Written for the `LossInputs` and `LossOutputs` that prime-rl documents, and tested with stand-ins of that form: it is on
+no package index.
+"""
+
+from typing import Any
+
+from pspo_bridge import evaluate, make_surrogate
+
+
+def loss(inputs: Any, surrogate: str = "PSPO", **arguments: Any) -> Any:
+    """Summed loss of one sequence, a `LossOutputs`; prime-rl divides it by the number of tokens of the batch.
+
+    Ratios are to ``inference_logprobs``, the policy that drew the tokens: prime-rl keeps no others.
+
+    Args:
+        inputs: prime-rl's `LossInputs`: ``trainer_logprobs``, ``inference_logprobs``, ``advantages``, ``loss_mask``,
+            and ``loss_weights`` or None, (T,) each.
+        surrogate: a name of `pspo.losses`, or the import path of a class of your own.
+        arguments: its arguments.
+    """
+    from prime_rl.trainer.rl.loss import LossOutputs  # installed where this is called
+
+    result = evaluate(
+        make_surrogate(surrogate, **arguments),
+        inputs.trainer_logprobs[None],
+        inputs.inference_logprobs[None],
+        inputs.advantages[None],
+        inputs.loss_mask[None],
+    )
+    weights = getattr(inputs, "loss_weights", None)  # versions before 0.6 have none
+    losses = result.losses if weights is None else result.losses * weights
+    return LossOutputs(loss=losses.sum(), metrics={f"pspo/{name}": value for name, value in result.metrics.items()})

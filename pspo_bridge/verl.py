@@ -1,0 +1,65 @@
+"""verl's registry of policy losses, with ours: actor.policy_loss.loss_mode=pspo.PSPO.
+
+    actor_rollout_ref.model.external_lib=pspo_bridge.verl
+    actor_rollout_ref.actor.policy_loss._target_=pspo_bridge.verl.PolicyLossConfig
+    actor_rollout_ref.actor.policy_loss.loss_mode=pspo.PSPO
+    +actor_rollout_ref.actor.policy_loss.arguments.alpha=0.2
+
+The first line is enough for default arguments. A class of your own is named by its import path in place of pspo.PSPO.
+Tried with verl 0.9.1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.workers.config import actor
+
+from pspo_bridge import BUILT_IN, evaluate, make_surrogate
+
+Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
+
+
+@dataclass
+class PolicyLossConfig(actor.PolicyLossConfig):
+    """verl's section, with the arguments of the surrogate; ValueError for those that it lacks.
+
+    Args:
+        arguments: of the surrogate that ``loss_mode`` names.
+    """
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        make_surrogate(self.loss_mode, **self.arguments)
+        register_policy_loss(self.loss_mode)(policy_loss(self.loss_mode))
+
+
+def policy_loss(name: str) -> Loss:
+    """The policy loss of a surrogate, as verl calls it."""
+
+    def loss(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: actor.ActorConfig | None = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Loss and metrics of a microbatch; all tensors are (B, T), the loss is aggregated by verl's `agg_loss`."""
+        surrogate = make_surrogate(name, **(config.policy_loss.get("arguments") or {}))
+        result = evaluate(surrogate, log_prob, old_log_prob, advantages, response_mask)
+        losses = result.losses
+        if rollout_is_weights is not None:
+            losses = losses * rollout_is_weights
+        total = agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
+        return total, {f"actor/{name}/{key}": value.item() for key, value in result.metrics.items()}
+
+    return loss
+
+
+for built_in in BUILT_IN:
+    register_policy_loss(f"pspo.{built_in}")(policy_loss(f"pspo.{built_in}"))

@@ -1,0 +1,152 @@
+"""prime-rl and SkyRL, on no package index: stand-ins of their published contracts, with our losses behind them."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from batches import SURROGATES, random_batch
+from torch import Tensor
+
+from pspo.losses import P3O, PSPO, Counts, Surrogate, aggregate
+from pspo_bridge import BUILT_IN, make_surrogate
+
+
+@dataclass
+class LossInputs:  # of prime-rl, each (T,)
+    trainer_logprobs: Tensor
+    inference_logprobs: Tensor
+    advantages: Tensor
+    loss_mask: Tensor
+    ref_logprobs: Tensor | None = None
+    loss_weights: Tensor | None = None
+
+
+@dataclass
+class LossOutputs:
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def install(monkeypatch, path: str, **contents) -> None:
+    """Put a module and the packages around it into sys.modules."""
+    parts = path.split(".")
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name) or ModuleType(name))
+    vars(sys.modules[path]).update(contents)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
+def test_prime_rl_sums_our_loss_over_sequences(surrogate, monkeypatch):
+    install(monkeypatch, "prime_rl.trainer.rl.loss", LossOutputs=LossOutputs)
+    from pspo_bridge.prime_rl import loss
+
+    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9], dtype=torch.float64)
+    ours = logprobs.clone().requires_grad_()
+    expected = surrogate(ours, old, advantages, mask).sum()
+    expected.backward()
+    theirs = logprobs.clone().requires_grad_()
+    total = 0.0
+    for row in range(4):
+        inputs = LossInputs(theirs[row], old[row], advantages[row].expand(12), mask[row])
+        outputs = loss(inputs, type(surrogate).__name__, **vars(surrogate))
+        outputs.loss.backward()
+        total += outputs.loss.item()
+    assert total == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-12, atol=1e-14)
+
+    halved = loss(replace(inputs, loss_weights=torch.full((12,), 0.5)), surrogate)
+    assert halved.loss.item() == pytest.approx(outputs.loss.item() / 2)
+
+
+@pytest.fixture
+def skyrl(monkeypatch):
+    """SkyRL's functions: losses are summed, advantages come divided, corrections change loss and mask."""
+    registry = {}
+    utils = "skyrl.backends.skyrl_train.utils"
+    install(
+        monkeypatch,
+        f"{utils}.off_policy_correction_utils",
+        apply_off_policy_correction=lambda losses, old, rollout, mask, config: (
+            losses if rollout is None else losses * (old - rollout).exp().clamp(max=config.cap),
+            mask,
+            {} if rollout is None else {"tis": 1.0},
+        ),
+    )
+    install(
+        monkeypatch,
+        f"{utils}.ppo_utils",
+        PolicyLossRegistry=SimpleNamespace(register=registry.__setitem__),
+        reduce_loss=lambda loss, mask: (loss * mask).sum(),
+    )
+    monkeypatch.delitem(sys.modules, "pspo_bridge.skyrl", raising=False)
+    import pspo_bridge.skyrl
+
+    return SimpleNamespace(registry=registry, register=pspo_bridge.skyrl.register)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
+def test_skyrl_sums_our_loss_of_divided_advantages(skyrl, surrogate):
+    assert skyrl.registry.keys() == {f"pspo.{name}" for name in BUILT_IN}
+    skyrl.register(surrogate)
+    loss = skyrl.registry[f"pspo.{type(surrogate).__name__}"]
+    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9], dtype=torch.float64)
+    tokens = int(mask.sum())
+    ours = logprobs.clone().requires_grad_()
+    expected = aggregate(surrogate(ours, old, advantages, mask), mask, "dapo", Counts(tokens, 4, 16))
+    expected.backward()
+    theirs = logprobs.clone().requires_grad_()
+    config = SimpleNamespace(off_policy_correction=SimpleNamespace(cap=2.0))
+    total, metrics = loss(theirs, old, advantages / tokens, config, mask.long())
+    total.backward()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-12, atol=1e-14)
+    assert metrics["pspo/ratio"] == pytest.approx((logprobs - old).exp()[mask].mean().item())
+
+    corrected, metrics = loss(logprobs, old, advantages / tokens, config, mask.long(), old - 0.5)
+    assert corrected.item() == pytest.approx(expected.item() * 0.5 * torch.e**0.5 * 2, rel=1e-6)
+    assert metrics["tis"] == 1.0
+
+
+def test_skyrl_refuses_a_loss_that_advantages_do_not_scale(skyrl):
+    with pytest.raises(ValueError, match="kl_coef must be 0"):
+        skyrl.register(P3O(kl_coef=0.1))
+
+
+class Stateful(PSPO):
+    def state_dict(self):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "arguments", "message"),
+    [
+        ("PSP0", {}, "there is no surrogate 'PSP0'.*: name one of Clip, NoClip|.*PSPO"),
+        ("no_such_module.Loss", {}, "there is no surrogate 'no_such_module.Loss'.*No module named"),
+        ("PSPO", {"epsilon": 0.1}, r"PSPO\(alpha: float = 0.1\).*unexpected keyword argument 'epsilon'"),
+        (PSPO(0.3), {"alpha": 0.2}, "has its arguments already: leave alpha out"),
+        (torch.nn.MSELoss(), {}, "must be an instance of a subclass of pspo.losses.Surrogate"),
+        (Stateful(), {}, "keeps a state"),
+    ],
+)
+def test_wrong_names_and_arguments_are_refused_in_one_line(surrogate, arguments, message):
+    with pytest.raises(ValueError, match=message) as refusal:
+        make_surrogate(surrogate, **arguments)
+    assert "\n" not in str(refusal.value)
+
+
+def test_names_and_import_paths():
+    for name in ("PSPO", "pspo.PSPO", "pspo.losses.PSPO", "pspo.losses.surrogates.PSPO"):
+        assert make_surrogate(name, alpha=0.3) == PSPO(0.3)
+    assert make_surrogate({"class_path": "PSPO", "init_args": {"alpha": 0.3}}) == PSPO(0.3)
+    assert all(issubclass(type(make_surrogate(name)), Surrogate) for name in BUILT_IN)
+    assert len(BUILT_IN) == len(SURROGATES)
+
+
+def test_losses_and_bridge_import_no_trainer():
+    code = "import sys, pspo.losses, pspo_bridge; print({'transformers', 'trl', 'verl', 'datasets'} & {*sys.modules})"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "set()"

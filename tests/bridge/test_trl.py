@@ -1,0 +1,232 @@
+"""The bridge to TRL: the same losses, the same weights after steps, a run that `pspo view` reads."""
+
+import base64
+import copy
+import gzip
+import json
+import re
+from dataclasses import dataclass
+
+import pandas as pd
+import pytest
+import torch
+from batches import SURROGATES, random_batch
+
+from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
+from pspo.losses import PSPO, TOPR, Clip, Counts, Surrogate, aggregate
+from pspo.model import load_policy, load_tokenizer
+from pspo.rollout import Rollout
+from pspo.update import Learner, update
+from pspo_lab.view_command import main as view
+
+trl = pytest.importorskip("trl", reason="needs TRL: pip install 'pspo[trl]'")
+
+from datasets import Dataset
+
+from pspo_bridge.trl import GRPOTrainer, Record
+
+GROUP = 4
+LIMIT = 12
+PROMPTS = ["Ann has 3 apples.", "Bob buys 14 pens and loses 5 of them."]
+
+
+def by_length(completion_ids, **_):
+    return [float(len(ids) % 3) for ids in completion_ids]
+
+
+def make_trainer(folder, surrogate="PSPO", model=None, accumulation=1, callbacks=(), **arguments):
+    rows = len(PROMPTS) * GROUP
+    defaults = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": rows // accumulation,
+        "gradient_accumulation_steps": accumulation,
+        "num_generations": GROUP,
+        "max_completion_length": LIMIT,
+        "num_iterations": 2,
+        "loss_type": "dapo",
+        "max_steps": 2,
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "beta": 0.0,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "temperature": 0.8,
+    }
+    config = ModelConfig()
+    return GRPOTrainer(
+        model or load_policy(config, torch.device("cpu")),
+        by_length,
+        trl.GRPOConfig(**defaults | arguments),
+        Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=load_tokenizer(config),
+        callbacks=list(callbacks),
+        surrogate=surrogate,
+    )
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    trainer = make_trainer(tmp_path_factory.mktemp("trainer"), accumulation=2)
+    trainer.current_gradient_accumulation_steps = 2
+    trainer.model.train()
+    return trainer
+
+
+@pytest.mark.parametrize("how", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
+def test_loss_and_gradient_are_ours(trainer, surrogate, how, monkeypatch):
+    """TRL's real loss over two microbatches, its log-probs replaced, against the loss of the whole minibatch."""
+    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9, 3, 2, 11, 5], dtype=torch.float32)
+    counts = Counts(int(mask.sum()), len(mask), LIMIT)
+    ours = logprobs.clone().requires_grad_()
+    expected = aggregate(surrogate(ours, old, advantages, mask), mask, how, counts)
+    expected.backward()
+
+    theirs = logprobs.clone().requires_grad_()
+    monkeypatch.setattr(trainer, "surrogate", surrogate)
+    monkeypatch.setattr(trainer, "loss_type", how)
+    total = 0.0
+    for rows in (slice(0, 4), slice(4, 8)):
+        outputs = (theirs[rows], torch.zeros(4, 12), None)
+        monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, o=outputs, **__: o)
+        ids = torch.full((4, 12), 5)
+        inputs = {
+            "prompt_ids": ids[:, :2],
+            "prompt_mask": torch.ones_like(ids[:, :2]),
+            "completion_ids": ids,
+            "completion_mask": mask[rows].long(),
+            "advantages": advantages[rows, 0],
+            "old_per_token_logps": old[rows],
+            "num_items_in_batch": torch.tensor(counts.tokens),
+        }
+        loss = trainer._compute_loss(trainer.model, inputs)
+        loss.backward()
+        total += loss.item()
+    assert total == pytest.approx(expected.item(), rel=2e-7, abs=2e-7)
+    torch.testing.assert_close(theirs.grad, ours.grad, rtol=0, atol=2e-7 * ours.grad.abs().max().item())
+
+
+class Watched(GRPOTrainer):
+    """Keeps the rollout that is trained on."""
+
+    def _generate_and_score_completions(self, inputs):
+        self.rollout = super()._generate_and_score_completions(inputs)
+        return self.rollout
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(
+    "surrogate", [PSPO(), Clip(), TOPR(), SURROGATES[8]], ids=lambda surrogate: type(surrogate).__name__
+)
+def test_weights_after_two_iterations_are_those_of_update(tmp_path, surrogate, accumulation, monkeypatch):
+    model = load_policy(ModelConfig(), torch.device("cpu"))
+    policy = copy.deepcopy(model)
+    initial = copy.deepcopy(model)
+    monkeypatch.setattr("test_trl.GRPOTrainer", Watched)
+    trainer = make_trainer(tmp_path, surrogate, model, accumulation)
+    trainer.train()
+
+    outputs = {name: value for name, value in trainer.rollout.items() if isinstance(value, torch.Tensor)}
+    mask = outputs["completion_mask"].bool()
+    rollout = Rollout(
+        outputs["prompt_ids"],
+        outputs["prompt_mask"].bool(),
+        outputs["completion_ids"],
+        mask,
+        terminated=torch.ones(len(mask), dtype=torch.bool),
+        texts=[""] * len(mask),
+    )
+    config = TrainConfig(
+        rollout=RolloutConfig(prompts=2, group_size=GROUP, max_completion_tokens=LIMIT, temperature=0.8, top_p=1.0),
+        algorithm=AlgorithmConfig(surrogate=surrogate, epochs=2),
+        optimizer=OptimizerConfig(name="sgd", lr=0.5, max_grad_norm=0.0),
+        run=RunConfig(max_steps=2),
+    )
+    learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.5))
+    steps = update(learner, rollout, outputs["advantages"], config)
+    assert len(steps) == 2
+    assert outputs["advantages"].abs().max() > 0.5
+
+    distance = moved = size = 0.0
+    for theirs, ours, before in zip(*(m.parameters() for m in (model, policy, initial)), strict=True):
+        distance += (theirs - ours).square().sum().item()
+        moved += (ours - before).square().sum().item()
+        size += ours.square().sum().item()
+    assert distance**0.5 < 1e-5 * size**0.5
+    assert distance**0.5 < 1e-3 * moved**0.5  # what another loss would miss by far
+
+
+def embedded_data(page):
+    (packed,) = re.findall(r'id="data">([\w+/=]+)</script>', page.read_text())
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, capsys):
+    run = tmp_path / "runs" / "trl"
+    make_trainer(tmp_path, PSPO(0.25), callbacks=[Record(run, groups=1)], max_steps=4, learning_rate=0.05).train()
+
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4]
+    assert all(line["pspo/slope"] == pytest.approx(0.75, rel=1e-5) for line in metrics)
+    assert metrics[0]["ratio_max"] == 1
+    assert metrics[1]["ratio_max"] > 1
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [(sample["step"], sample["sample"]) for sample in samples] == [(s, i) for s in (2, 4) for i in range(GROUP)]
+    assert all(sample["reward"] == sample["tokens"] % 3 for sample in samples)
+    tokens = pd.read_parquet(run / "tokens.parquet")
+    assert tokens.groupby("step").size().sum() == 2 * sum(sample["tokens"] for sample in samples)
+    ratio = (tokens["logprob"] - tokens["old_logprob"]).map(torch.tensor).map(torch.exp).map(float)
+    assert tokens["weight"].to_numpy() == pytest.approx((-0.75 * ratio * tokens["advantage"]).to_numpy(), rel=1e-4)
+    row = tokens[(tokens["step"] == 1) & (tokens["sample"] == 0)].sort_values("position")
+    assert "".join(row["text"]).startswith(samples[0]["completion"])
+
+    view([str(run), "--output", str(tmp_path / "page.html")])
+    assert capsys.readouterr().err == ""
+    page = embedded_data(tmp_path / "page.html")
+    assert [len(group["completions"]) for group in page["groups"]] == [GROUP, GROUP]
+    assert {group["prompt"] for group in page["groups"]} <= set(PROMPTS)
+    assert page["runs"][0]["method"] == "PSPO"
+
+
+@dataclass(frozen=True)
+class Halved(Surrogate):
+    """-r A / 2, a surrogate of a user's."""
+
+    factor: float = 0.5
+
+    def __call__(self, logprobs, old_logprobs, advantages, mask):
+        return torch.where(mask, -self.factor * (logprobs - old_logprobs).exp() * advantages, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "arguments", "message"),
+    [
+        ("PSP0", {}, "there is no surrogate 'PSP0'.*one of Clip, NoClip|PSP0"),
+        ({"class_path": "PSPO", "init_args": {"epsilon": 0.1}}, {}, r"PSPO\(alpha: float = 0.1\).*epsilon"),
+        ("PSPO", {"epsilon": 0.1}, r"epsilon=0.1 has no effect here"),
+        ("PSPO", {"loss_type": "sapo"}, "loss_type='sapo' is a loss of TRL's"),
+        ("PSPO", {"use_liger_kernel": True}, "use_liger_kernel=True computes a loss of its own"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(tmp_path, surrogate, arguments, message):
+    with pytest.raises(ValueError, match=message) as refusal:
+        make_trainer(tmp_path, surrogate, **arguments)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_surrogate_of_a_user_is_named_by_its_import_path(tmp_path):
+    trainer = make_trainer(tmp_path, {"class_path": "test_trl.Halved", "init_args": {"factor": 0.25}})
+    assert trainer.surrogate == Halved(0.25)
+
+
+def test_another_way_to_the_loss_is_refused(trainer, monkeypatch):
+    monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", lambda *_: torch.zeros(()))
+    with pytest.raises(RuntimeError, match="pip install trl=="):
+        trainer._compute_loss(trainer.model, {"advantages": torch.zeros(2)})
