@@ -32,7 +32,7 @@ FENCED = re.compile(  # a block of Markdown: its fence begins a line, or what st
 DEFINES = (re.compile(r"^(async +)?(def|class) ", re.MULTILINE), re.compile(r"^\w+ *=", re.MULTILINE), re.compile(""))
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 CHECKS = re.compile(r"assert|raises|fail", re.IGNORECASE)  # in the names of functions that raise
-CATCHES_ALL = re.compile(r"\b(AssertionError|Exception|BaseException)\b")
+CATCHES_ALL = re.compile(r"\Aexcept(:| .*\b(AssertionError|Exception|BaseException)\b)")
 
 
 def extract_code(completion: str) -> str:
@@ -71,23 +71,20 @@ def checks_something(test: str) -> bool:
 
 def can_fail(node: ast.AST) -> bool:
     """True for an `assert`, a `raise` or the call of a function such as `assertEqual`, where no handler drops it."""
-    if isinstance(node, ast.Assert):
-        return not isinstance(node.test, ast.Tuple)  # which is always true
-    if isinstance(node, ast.Raise):
-        return True
-    if isinstance(node, ast.Call) and CHECKS.search(ast.unparse(node.func)):
-        return True
-    children = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.Try) and any(map(catches_all, node.handlers)):
-        children = [*node.handlers, *node.orelse, *node.finalbody]
-    elif isinstance(node, ast.With) and any("suppress" in ast.unparse(item) for item in node.items):
-        return False
+    match node:
+        case ast.Assert():
+            return not isinstance(node.test, ast.Tuple)  # which is always true
+        case ast.Raise():
+            return True
+        case ast.Call() if CHECKS.search(ast.unparse(node.func)):
+            return True
+        case ast.With() if any("suppress" in ast.unparse(item) for item in node.items):
+            return False
+        case ast.Try() if any(CATCHES_ALL.search(ast.unparse(handler)) for handler in node.handlers):
+            children = [*node.handlers, *node.orelse, *node.finalbody]
+        case _:
+            children = ast.iter_child_nodes(node)
     return any(map(can_fail, children))
-
-
-def catches_all(handler: ast.ExceptHandler) -> bool:
-    """True if a handler drops failed assertions."""
-    return handler.type is None or CATCHES_ALL.search(ast.unparse(handler.type)) is not None
 
 
 @dataclass(frozen=True)

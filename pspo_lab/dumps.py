@@ -50,8 +50,6 @@ def read_dump(folder: Path) -> list[Record]:
 
 def dump_metrics(samples: list[Record]) -> pd.DataFrame:
     """Step, mean reward and the mean of every other number, by step."""
-    rows = []
-    for sample in samples:
-        rewards = {f"reward/{name}": value for name, value in sample["rewards"].items()}
-        rows.append({"step": sample["step"], "reward": sample["reward"], **rewards})
-    return pd.DataFrame(rows, columns=None if rows else ["step", "reward"]).groupby("step", as_index=False).mean()
+    rewards = pd.DataFrame([sample["rewards"] for sample in samples], dtype=float).add_prefix("reward/")
+    about = pd.DataFrame(samples, columns=["step", "reward"])
+    return about.join(rewards).groupby("step", as_index=False).mean()

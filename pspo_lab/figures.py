@@ -18,18 +18,9 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from pspo.cli.terminal import one_line
+from pspo_lab import tables
 from pspo_lab.runs import Runs
 from pspo_lab.settings import ARGUMENT, SEED, methods, setting_numbers
-from pspo_lab.tables import (
-    DIAGNOSTICS,
-    SEEDS_FOR_AN_INTERVAL,
-    compared,
-    file_name,
-    mean_over_seeds,
-    scale,
-    smoothed,
-    value_range,
-)
 
 # A method has one colour in every picture, on white and on dark: Okabe & Ito's (2008) for the paper's six, and Tol's.
 COLOURS = {"Clip": "#E69F00", "NoClip": "#0072B2", "P3O": "#009E73", "PSPO": "#D55E00", "SAPO": "#CC79A7",
@@ -93,14 +84,14 @@ def draw_task(runs: Runs, finished: Runs, label: pd.Series, prefix: str) -> list
     about = pd.DataFrame({"row": label, "method": methods(runs.configs), "seed": runs.configs[SEED]})
     x_label = "optimizer step; means over a tenth of the run"
     rewards = {"training reward": "reward", "validation reward": "validation_reward"}
-    diagnostics = {name: name for name in DIAGNOSTICS}
+    diagnostics = {name: name for name in tables.DIAGNOSTICS}
     files = draw_curves(curve_points(runs, rewards).join(about, on="run"), x_label, Path(f"{prefix}curves.svg"))
     points = curve_points(runs, diagnostics).join(about, on="run")
     files += draw_curves(points, x_label, Path(f"{prefix}diagnostics.svg"))
 
     configs = finished.configs
-    numbers = compared(finished)
-    numbers = numbers.assign(panel=numbers["column"], y=numbers["value"] * numbers["column"].map(scale))
+    numbers = tables.compared(finished)
+    numbers = numbers.assign(panel=numbers["column"], y=numbers["value"] * numbers["column"].map(tables.scale))
     numbers = numbers[["run", "panel", "y"]]
     for switch in [name for name in configs if name.startswith(ARGUMENT)]:
         name = switch.removeprefix(ARGUMENT)
@@ -110,7 +101,7 @@ def draw_task(runs: Runs, finished: Runs, label: pd.Series, prefix: str) -> list
         for method, x in values.groupby(methods(configs)):
             line = {run: label[run].replace(f"{name}={configs.loc[run, switch]}", name) for run in x.index}
             points = numbers[numbers["run"].isin(x.index)].join(about.assign(row=pd.Series(line), x=x), on="run")
-            path = Path(f"{prefix}{file_name(f'{method}-{name}')}.svg")
+            path = Path(f"{prefix}{tables.file_name(f'{method}-{name}')}.svg")
             files += draw_curves(points.sort_values("x"), name, path, marker="o")
     return files
 
@@ -122,7 +113,7 @@ def curve_points(runs: Runs, metrics: dict[str, str]) -> pd.DataFrame:
     for panel, metric in metrics.items():
         values = runs.metrics.reindex(columns=["run", "step", metric]).dropna()
         for run, rollouts in values.groupby("run", sort=False):
-            y = smoothed(rollouts[metric])
+            y = tables.smoothed(rollouts[metric])
             points = dict(zip(rollouts["step"].iloc[len(rollouts) - len(y) :], y, strict=True))
             if run in untrained.index and metric in untrained:
                 points = {0: untrained.loc[run, metric]} | points
@@ -150,7 +141,7 @@ def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = ""
         return [path]
     files = []
     for name, points in panels.items():
-        file = path.with_stem(file_name(f"{path.stem} {name}"))
+        file = path.with_stem(tables.file_name(f"{path.stem} {name}"))
         with picture(file, 2.2 * 4, 1.7 * math.ceil(len(style) / 4) + 0.4, x_label) as figure:
             figure.suptitle(one_line(name))
             cells = {row: (name, [row]) for row in style}
@@ -172,8 +163,8 @@ def draw_grid(
     panel_means = {}
     grey = {}
     for panel, points in panels.items():
-        means = mean_over_seeds(points.rename(columns={"x": "column", "y": "value"}))
-        low, high = (scale(panel) * limit for limit in value_range(panel))
+        means = tables.mean_over_seeds(points.rename(columns={"x": "column", "y": "value"}))
+        low, high = (tables.scale(panel) * limit for limit in tables.value_range(panel))
         means = means.assign(low=means["low"].clip(lower=low), high=means["high"].clip(upper=high))
         panel_means[panel] = means.sort_values("column", kind="stable")
         lines = [line[["column", "mean"]].to_numpy(float) for _, line in panel_means[panel].groupby("row", sort=False)]
@@ -195,7 +186,7 @@ def draw_grid(
 
 def draw_row(axes: Axes, points: pd.DataFrame, means: pd.DataFrame, marker: str, style: dict[str, Any]) -> None:
     """Draw the mean in a band where three seeds or more have a value; if they never do, a thin line for each seed."""
-    banded = means[means["seeds"] >= SEEDS_FOR_AN_INTERVAL]
+    banded = means[means["seeds"] >= tables.SEEDS_FOR_AN_INTERVAL]
     label = wrap(points["row"].iloc[0])
     if len(banded):
         x = banded["column"]

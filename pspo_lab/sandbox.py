@@ -101,35 +101,27 @@ def run_tests(code: str, tests: list[str]) -> int:
     modules = sys.modules
     modules["solution"] = module
     hooks = (sys.settrace, sys.setprofile)
+    build = compile
     execute = exec
     if any("unittest" in test for test in tests):
         raise_failures_of_unittest()
-    compiled = [compile_test(test) for test in tests]
     count = 0
     try:
         exec(compile(code, "solution.py", "exec"), namespace)
     except BaseException:  # SystemExit and MemoryError, too
         return 0
     modules["__main__"] = module
-    for test in compiled:
+    for test in tests:
         for set_hook in hooks:
             set_hook(None)
         builtin_names.update(originals)
         namespace.update(main)
         try:
-            execute(test, namespace)
+            execute(build(test, "test.py", "exec"), namespace)
             count += 1
         except BaseException:
             continue
     return count
-
-
-def compile_test(test: str) -> types.CodeType | None:
-    """None, which cannot be run, for what is no Python."""
-    try:
-        return compile(test, "test.py", "exec")
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return None
 
 
 def raise_failures_of_unittest() -> None:

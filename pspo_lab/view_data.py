@@ -28,25 +28,16 @@ from pspo.losses import Surrogate, token_weights
 from pspo.run.folders import numbered, step_of
 from pspo.tasks.problem import Messages, content_text
 from pspo.update.tokens import COLUMNS, TOKENS
+from pspo_lab import settings
 from pspo_lab.compare import changed_pairs
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
 from pspo_lab.runs import LabRun, Runs, read_samples, skip_unreadable, warn
-from pspo_lab.settings import (
-    ARGUMENT,
-    DATA,
-    MODEL,
-    SEED,
-    SURROGATE,
-    differing,
-    labels,
-    methods,
-    setting_numbers,
-    short_names,
-)
 from pspo_lab.tables import SEEDS_FOR_AN_INTERVAL, value_range
 
 TOKEN_TYPES = COLUMNS | {"token_id": float}  # which a run of another trainer may lack
+NEWEST = ("reward", "validation_reward", "entropy", "kl_old_new", "truncated_share")  # in the table of runs
+MEASURES = ("mean_reward", "accuracy", "gold_anywhere")
 MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
 MOST_SAMPLES = 8_000  # completions on it, of each run
 MOST_CHANGES = 200  # test problems that came out differently
@@ -57,17 +48,17 @@ Record = dict[str, Any]
 
 def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
     """Everything on the page; ``surrogates`` by the name they are shown by, each run's is added."""
-    label = labels(runs.configs)
-    varied = differing(runs.configs)
-    names = short_names(runs.configs)
+    label = settings.labels(runs.configs)
+    varied = settings.differing(runs.configs)
+    names = settings.short_names(runs.configs)
     pages = {}
     tests = []
     for name in runs.configs.index:
         run = runs.folders[name]
         with skip_unreadable(run.folder):
             page = describe_run(run, label[name])
-            settings = {names[switch]: run.switches.get(switch) for switch in varied}
-            page["row"] = {"method": page["method"]} | settings | last_metrics(run)
+            varied_values = {names[switch]: run.switches.get(switch) for switch in varied}
+            page["row"] = {"method": page["method"]} | varied_values | last_metrics(run)
             tests.append(changed_tests(run.folder))
             pages[run.folder] = page
     return {
@@ -86,8 +77,8 @@ def setting_curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
     """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
     time = runs.metrics.filter(like="seconds/").sum(axis=1, min_count=1).groupby(runs.metrics["run"]).cumsum()
     metrics = pd.concat([runs.untrained(), runs.metrics.assign(time=time)], ignore_index=True)
-    setting = setting_numbers(runs.configs)
-    method = methods(runs.configs)
+    setting = settings.setting_numbers(runs.configs)
+    method = settings.methods(runs.configs)
     colours = method_colours(method)
     names = [name for name in metrics.select_dtypes("number") if name != "step" and metrics[name].notna().any()]
     groups = metrics.groupby([metrics["run"].map(setting).rename("setting"), "step"])[names]
@@ -122,48 +113,47 @@ def describe_run(run: LabRun, label: str) -> Record:
     """A run's name, its ends, its best model, and what the doctor finds."""
     best = run.folder / "best" / "validation.json"
     best_step = read_json(best)["step"] if best.is_file() else run.summary.get("best_step")
+    seed = run.switches[settings.SEED]
+    method = str(run.switches[settings.SURROGATE]).rpartition(".")[2]
     return {
-        "name": f"{label}, seed {run.switches[SEED]}",
+        "name": f"{label}, seed {seed}",
         "label": label,
-        "seed": run.switches[SEED],
-        "method": str(run.switches[SURROGATE]).rpartition(".")[2],
-        "about": describe_progress(run),
+        "seed": seed,
+        "method": method,
+        "about": " · ".join([*describe_progress(run, method), *describe_test(run.summary)]),
         "curve": run_curve(run.switches),
         "best_step": best_step,
         "findings": [finding._asdict() for finding in find(run.metrics, run.switches, run.summary)],
     }
 
 
+def describe_progress(run: LabRun, method: str) -> list[str]:
+    """Model, data and method of a run, and how far it is."""
+    switches = run.switches
+    progress = f"step {run.metrics['step'].max()}"
+    if switches["run.max_steps"] is not None:
+        progress += f" of {switches['run.max_steps']}"
+    task = f"{Path(switches[settings.MODEL]).name} on {switches[settings.DATA]}"
+    return [task, method, f"seed {switches[settings.SEED]}", progress]
+
+
+def describe_test(summary: Record) -> Iterator[str]:
+    """The measures of a finished run's test, before and after training."""
+    before, after = (summary.get(stage) or {} for stage in ("before", "after"))
+    for name in [name for name in MEASURES if name in before and name in after]:
+        yield f"{measure_label(name)} {as_text(name, before[name])} before, {as_text(name, after[name])} after"
+
+
 def last_metrics(run: LabRun) -> Record:
     """Numbers of a run for the table of runs: its seed, its newest metrics, its test after training, its speed."""
     newest = run.metrics.ffill().iloc[-1]
-    row = {"seed": run.switches[SEED], "step": int(newest["step"])}
-    for name in ("reward", "validation_reward", "entropy", "kl_old_new", "truncated_share"):
-        row[name] = float(newest[name]) if name in newest and math.isfinite(newest[name]) else None
     after = run.summary.get("after", {})
-    row |= {f"test {measure_label(name)}": after.get(name) for name in ("mean_reward", "accuracy", "gold_anywhere")}
     seconds = run.metrics.filter(like="seconds/").sum().sum()
-    row["tokens/s"] = None
-    if seconds and "tokens" in newest and not run.switches.get("run.fork_from"):  # a fork counts its parent's tokens
-        row["tokens/s"] = float(newest["tokens"] / seconds)
-    return row
-
-
-def describe_progress(run: LabRun) -> str:
-    """A run in a line: model, data, method, how far it is, and its test."""
-    config = run.switches
-    progress = f"step {int(run.metrics['step'].max())}"
-    if config["run.max_steps"] is not None:
-        progress += f" of {config['run.max_steps']}"
-    parts = [f"{Path(config[MODEL]).name} on {config[DATA]}", str(config[SURROGATE]).rpartition(".")[2]]
-    parts += [f"seed {config[SEED]}", progress]
-    before = run.summary.get("before")
-    after = run.summary.get("after")
-    if before and after:
-        for name in [name for name in ("mean_reward", "accuracy", "gold_anywhere") if name in before and name in after]:
-            values = [as_text(name, test[name]) for test in (before, after)]
-            parts.append(f"{measure_label(name)} {values[0]} before, {values[1]} after")
-    return " · ".join(parts)
+    row = {"seed": run.switches[settings.SEED], "step": int(newest["step"])}
+    row |= {name: newest.get(name) for name in NEWEST}
+    row |= {f"test {measure_label(name)}": after.get(name) for name in MEASURES}
+    is_whole = seconds > 0 and not run.switches.get("run.fork_from")  # a fork counts its parent's tokens
+    return row | {"tokens/s": newest.get("tokens", np.nan) / seconds if is_whole else None}
 
 
 def changed_tests(folder: Path) -> Record:
@@ -364,11 +354,11 @@ def surrogate_classes() -> dict[str, type[Surrogate]]:
 
 def run_curve(switches: Record) -> Record | None:
     """The curve of a run's surrogate; None of one that is not ours: a page runs no code that a run's files name."""
-    cls = surrogate_classes().get(str(switches.get(SURROGATE)).removeprefix("pspo.losses."))
+    cls = surrogate_classes().get(str(switches.get(settings.SURROGATE)).removeprefix("pspo.losses."))
     arguments = {
-        switch.removeprefix(ARGUMENT): value
+        switch.removeprefix(settings.ARGUMENT): value
         for switch, value in switches.items()
-        if switch.startswith(ARGUMENT) and value is not None
+        if switch.startswith(settings.ARGUMENT) and value is not None
     }
     with contextlib.suppress(Exception):  # a file may name any class, and give it any arguments
         return surrogate_curve(cls(**arguments))
