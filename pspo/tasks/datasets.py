@@ -158,17 +158,19 @@ def read_split(
     if parts and not groups:
         groups = {"test": parts}
     divided = len(groups) == 1 and holdout > 0
-    splits = ["test", "train"] if divided else sorted(groups)
-    published = "train" if split == "validation" and split not in splits else split
-    if published not in splits:
+    if divided:
+        (parts,) = groups.values()
+        groups = {"test": parts, "train": parts}
+    published = "train" if split == "validation" and split not in groups else split
+    if published not in groups:
         fix = f"name a file {split}.jsonl" if path else "name it in the splits of --data.hub"
-        fix += ", or divide a single split with --data.holdout 0.3"
+        fix += ", or divide a single split with --data.holdout 0.2"
         if split == "test":
             fix += "; --run.test_limit 0 trains without a test"
-        raise ValueError(f"{path or source.hub_id} has no {split} split, only {' and '.join(splits)}; {fix}")
+        raise ValueError(f"{path or source.hub_id} has no {split} split, only {' and '.join(sorted(groups))}; {fix}")
 
     drafts = []
-    for part in next(iter(groups.values())) if divided else groups[published]:
+    for part in groups[published]:
         for number, record in enumerate(part.records, 1):
             try:
                 drafts.append(read_problem(source, name, kind, record))
@@ -178,7 +180,7 @@ def read_split(
         drafts = [draft for draft in drafts if is_held_out(draft, seed, holdout) == (split == "test")]
     if published == "train":
         random.Random(seed).shuffle(drafts)
-        if "validation" not in splits:
+        if "validation" not in groups:
             held_out = validation_prompts(drafts, source.train_size)
             drafts = [draft for draft in drafts if (repr(draft.prompt) in held_out) == (split == "validation")]
     return drafts
