@@ -5,8 +5,8 @@ are the counts that a loss is divided by. In a single process nothing is communi
 
 * ddp: every rank holds the whole model and optimizer; gradients are summed once per optimizer step.
 * fsdp2: weights, gradients and optimizer state are sharded over the ranks by FSDP2 (`fully_shard`). Layers are gathered
-  for each pass; for rollouts all weights are gathered once, so that decoding needs no communication. torch's parts for
-  this take a second to import: only a sharded run does.
+  for each pass; for rollouts all weights are gathered once, so that decoding needs no communication. torch's modules
+  for this take a second to import, so functions import them.
 """
 
 import atexit
@@ -171,10 +171,10 @@ def take_rank_share(items: list[T], minibatches: int) -> list[T]:
 
 
 def shard(policy: nn.Module, weights: dict[str, Tensor], autocast: torch.dtype | None) -> None:
-    """Give each rank its shards of rank 0's ``weights``, which are emptied, of a model on the meta device.
+    """Shard a model on the meta device, layer by layer, and give each rank its part of rank 0's ``weights``.
 
-    Adapters among the parameters, which ``weights`` lack, get no values. Under autocast layers are gathered in its
-    dtype.
+    The weights are taken out of the mapping, so that their memory is free. Adapters, which it lacks, get no values.
+    Under autocast layers are gathered in its dtype.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -260,7 +260,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
-    """A sharded model's whole trained weights, on rank 0's CPU; None for a model that is not sharded."""
+    """Gather a sharded model's trained weights on rank 0's CPU; None for a model that is not sharded."""
     if not is_sharded(model):
         return None
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -307,7 +307,7 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 @contextlib.contextmanager
 def checkpoint_errors() -> Iterator[None]:
-    """Raise RuntimeError, with the first rank's reason in one line, for PyTorch's error, which is no Exception."""
+    """Turn PyTorch's error, which is no Exception, into a RuntimeError with the first rank's reason in one line."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

@@ -18,7 +18,7 @@ from benchmarks.workloads import Workload, model_folder
 from pspo.config import ModelConfig
 from pspo.model import autocast, token_logprobs
 from pspo.rollout import Sampling, generate
-from pspo.rollout.decode import draw_tokens, sample_race, score_tokens
+from pspo.rollout.drawing import draw_tokens, sample_race, score_tokens
 from pspo.rollout.graphs import GRAPH_DECODERS, GraphDecoder
 from pspo.update import Learner, update
 from pspo.update.optimizers import make_optimizer

@@ -23,8 +23,8 @@ from pspo.config import LoraConfig, ModelConfig, read_adapter_config
 if TYPE_CHECKING:
     import peft
 
-# Fields of PEFT's configurations of LoRA that hold here with any value, and those that do with some. Others are refused
-# where they are set, those that PEFT will add as well: y = W x + b + s (B A x + l) is what is trained and merged.
+# Fields of a PEFT configuration that may have any value, and those that may have some. Others must not be set, future
+# ones included: what is trained and merged is y = W x + b + s (B A x + l).
 FREE_FIELDS = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "eva_config",  # of no effect: files bring the adapters' values
@@ -37,8 +37,8 @@ EXACT_VALUES = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # others change W, or freeze B
 }
-# Layers of PEFT and of models that compute W x + b and no more, as a subclass of nn.Linear may. PEFT adds adapters of
-# experts to their weights before each pass, where bf16 rounds them away.
+# Layers of PEFT and of models that compute W x + b alone; another subclass of nn.Linear may do more. Experts are not
+# among them: PEFT adds their adapters to the weights before each pass, where bf16 rounds them away.
 LINEAR_CLASSES = {"Linear", "Conv1D", "FalconLinear", "Linear4bit", "Linear8bitLt"}
 OTHER_LAYERS = "name others, as [q_proj, k_proj, v_proj, o_proj]"
 
@@ -54,7 +54,7 @@ def has_adapters(policy: PreTrainedModel) -> bool:
 
 
 class StartingAdapters:
-    """Reference model of a policy with adapters, in a `with` block: the same model with the adapters it has now."""
+    """Reference model of a policy with adapters, for a `with` block: the policy with the adapters it had when made."""
 
     def __init__(self, policy: PreTrainedModel):
         self.policy = policy

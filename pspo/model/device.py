@@ -1,4 +1,4 @@
-"""The device: the dtype of forward passes on it, its memory, what that suffices for, and running out of it."""
+"""The device: the dtype of passes on it, how many rows and tokens fit its memory, and errors when they do not."""
 
 import math
 import resource
@@ -36,18 +36,18 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def default_max_rows(device: torch.device) -> int:
-    """Rows decoded at a time unless --rollout.max_rows says: on a GPU one for each 128 MiB of its memory."""
+    """Default of --rollout.max_rows, the rows decoded at a time: on a GPU one for each 128 MiB of its memory."""
     if device.type != "cuda":
         return MAX_ROWS
     return max(1, torch.cuda.get_device_properties(device).total_memory // GPU_BYTES_PER_ROW)
 
 
 def default_microbatch_tokens(model: PreTrainedModel, recomputes: bool) -> int:
-    """Tokens of a forward and backward pass unless --optimizer.microbatch_tokens says.
+    """Default of --optimizer.microbatch_tokens, the tokens of a forward and backward pass.
 
     On a GPU a power of 2, whose activations take at most 60% of what weights, gradients, AdamW's states and logits
-    leave: by layer and token some 30 bytes for each hidden and 8 for each intermediate feature. Half as many are tried
-    where memory runs out all the same; of a sharded model it may not, so those take at most 30%.
+    leave: by layer and token some 30 bytes for each hidden and 8 for each intermediate feature. Where memory runs out
+    all the same, half as many are tried, except of a sharded model, whose activations take at most 30% therefore.
     """
     if model.device.type != "cuda":
         return MICROBATCH_TOKENS

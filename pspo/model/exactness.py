@@ -1,4 +1,4 @@
-"""Refuse a model whose log-probs depend on padding or on the batch: by numbers, at load; nothing else would show it."""
+"""Check at load that a model's log-probs do not depend on padding or on the batch; nothing else would show it."""
 
 from __future__ import annotations
 

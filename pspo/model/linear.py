@@ -19,8 +19,8 @@ def use_onednn(model: nn.Module) -> None:
     on_gpu = next(model.parameters()).device.type == "cuda"
     if on_gpu or not has_avx512():
         return
-    # oneDNN and PyTorch's layer above it cache primitives of 1,024 shapes each: hundreds of MB for rows of all
-    # lengths. A pass with LoRA has some 30. Both read these variables once, at first use.
+    # oneDNN and PyTorch cache primitives of 1,024 shapes each, hundreds of MB for rows of all lengths; a pass with LoRA
+    # needs some 30. Both read these variables at first use.
     for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(capacity, "48")
     for module in model.modules():

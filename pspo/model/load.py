@@ -1,4 +1,4 @@
-"""Load a policy, ready to train, and check that its weights are those its configuration describes; write models."""
+"""Load a policy, check that its weights are what its configuration describes, make it ready to train; write models."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ def load_policy(
 ) -> PreTrainedModel:
     """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
 
-    Under fsdp2 rank 0 reads the whole model into its host memory, and each rank receives its shards.
-    Dropout is off, because old and new log-probs must come from one function; what is saved keeps its rates. The
-    weights are of --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in
-    bfloat16.
+    Dropout is off, because old and new log-probs must come from one function; saved models keep its rates. Weights have
+    --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in bfloat16. Under
+    fsdp2 rank 0 reads the whole model into its host memory, and each rank receives its shards.
 
     Raises ValueError for a model that cannot be found, or whose weights are not those its config.json describes.
     """
@@ -131,7 +130,7 @@ def require_none(weights: Iterable[str], fault: str, config: ModelConfig) -> Non
 
 
 def check_quantization(policy: PreTrainedModel, config: ModelConfig) -> None:
-    """Raise ValueError for quantised weights, except bitsandbytes' that stay frozen and whole beside LoRA."""
+    """Raise ValueError for quantised weights, unless they are bitsandbytes' and frozen beside adapters."""
     method = policy.config.quantization_config.quant_method
     method = getattr(method, "value", method)  # of an enumeration
     source = f"--model.name_or_path {config.name_or_path} is quantised by {method}"

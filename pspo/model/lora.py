@@ -12,7 +12,7 @@ from pspo.model.linear import product
 
 
 def fuse_adapters(model: nn.Module) -> None:
-    """Make PEFT's adapters of linear layers add their output in place, but for those with a bias on B."""
+    """Make PEFT's adapters of linear layers add their output in place, except those with a bias on B."""
     for module in model.modules():
         if type(module) is Linear and type(module.base_layer) is nn.Linear and not module.lora_bias["default"]:
             module.forward = partial(fused_forward, module)
@@ -21,7 +21,7 @@ def fuse_adapters(model: nn.Module) -> None:
 
 
 def trained_forward(module: nn.Module, x: Tensor) -> Tensor:
-    """Pass through a quantised layer, always as in training: otherwise it rounds more, and on a CPU has no gradient."""
+    """Pass through a quantised layer in training mode: in the other it rounds more, and has no gradient on a CPU."""
     module.train()
     return type(module).forward(module, x)
 

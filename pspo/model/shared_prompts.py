@@ -146,5 +146,5 @@ def has_plain_cache(model: PreTrainedModel) -> bool:
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
-    """True if a pass computes what rows have in common once; ranks of a sharded model must pass equally often."""
+    """True if a pass computes what rows share once; not of a sharded model, whose ranks must run equal passes."""
     return has_plain_cache(model) and not dist.is_sharded(model)

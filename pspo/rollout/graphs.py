@@ -80,14 +80,14 @@ class GraphDecoder:
 
     Attributes:
         buffers: flat, of the keys and of the values of each layer.
-        keys, values: views of their beginnings, of each layer (n, heads, c, dim): n rows and c columns are decoded now.
+        keys, values: of each layer, (n, heads, c, dim) views of the beginning of a buffer; n rows are decoded now.
         weights: weights and biases of linear layers in autocast's dtype: a graph would cast them at every token.
         tokens, positions: (R, 1) int64, drawn last, and where.
         visible: (n, 1, 1, c) bool, the columns that are attended to; a view, too.
         ended: (R,) bool.
         rows: (R,) int64, the completion that each row of the buffers decodes.
         column, length: (1,) int64, the column to write next, and the number of tokens drawn.
-        kind: of the steps now: under autocast or not, the columns and the sampling; graphs are kept by it.
+        kind: what a graph depends on besides its rows: whether under autocast, the columns, and the sampling.
         completions, logprobs: (R, limit).
     """
 
