@@ -315,18 +315,18 @@ def test_further_columns_travel_as_plain_values(tmp_path):
     (problem,) = load_problems("file", "test", path)
     assert problem.fields == {"answer": 0.5, "tests": [{"in": 1.5, "out": None}], "weight": None, "n": 3}
     assert [type(value) for value in problem.fields.values()] == [float, list, type(None), int]
-    day = datetime.date(2024, 7, 26)
+    day, raw = datetime.date(2024, 7, 26), b"x" * 99
     rows = [
-        {"prompt": "p", "answer": 1.0, "day": day, "raw": b"x", "info": [{"a": 1}], "x": float("nan"), "level": None},
+        {"prompt": "p", "answer": 1.0, "day": day, "raw": raw, "info": [{"a": 1}], "x": float("nan"), "level": None},
         {"prompt": "q", "answer": float("nan"), "day": None, "raw": b"", "info": [{"b": 2}], "x": 1.0, "level": "NA"},
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "own.parquet")
     first, second = load_problems("file", "test", tmp_path / "own.parquet", answer_kind="none")
-    assert first.fields == {"answer": 1.0, "day": day, "raw": b"x", "info": [{"a": 1}], "x": None, "level": None}
+    assert first.fields == {"answer": 1.0, "day": day, "raw": raw, "info": [{"a": 1}], "x": None, "level": None}
     assert (second.fields["info"], second.fields["answer"], second.level) == ([{"b": 2}], None, "NA")
     assert answers(load_problems("file", "test", tmp_path / "own.parquet", answer_kind="text")) == ["1.0"]
     (line,) = to_jsonl([first.record()]).splitlines()
-    assert json.loads(line)["fields"] == first.fields | {"day": "2024-07-26", "raw": "b'x'"}
+    assert json.loads(line)["fields"] == first.fields | {"day": "2024-07-26", "raw": f"b'{'x' * 78}"}
 
 
 TURN = {"role": "user", "content": "3 + 4?"}

@@ -1,13 +1,11 @@
 """Statistics of a rollout, for its line of metrics."""
 
-import json
 import math
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from pspo.cli.files import to_jsonl
 from pspo.cli.terminal import clip, one_line
 from pspo.tasks import matches_format
 from pspo.tasks.files import plain
@@ -42,7 +40,7 @@ def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
 def sample_record(values: dict[str, Any], step: int, sample: int, completion: str) -> dict[str, Any]:
     """The line of ``samples.jsonl`` of its group's completion number ``sample``, from a row's ``values`` by name."""
     record = {"step": step, "problem": values["index"], "sample": sample}
-    record |= json.loads(to_jsonl([values["problem"].record()]))  # with dates as text, as checkpoints must have them
+    record |= values["problem"].record()
     record["completion"] = completion
     for name in ("reward", "advantage", "tokens", "truncated"):
         record[name] = values[name]

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, field
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -35,9 +36,14 @@ class Problem:
     solution: str = ""
 
     def record(self) -> dict[str, Any]:
-        """Return prompt, gold answer and fields, if any, for the record of a completion."""
+        """Return prompt, gold answer and fields, if any, for the record of a completion, in JSON's types.
+
+        Dates become texts, and so does the beginning of bytes, such as an image's.
+        """
         gold = None if self.answer is None else str(self.answer)
-        return {"prompt": self.prompt, "gold": gold} | ({"fields": self.fields} if self.fields else {})
+        text = json.dumps(self.fields, default=lambda x: float(x) if isinstance(x, Decimal) else f"{x!s:.80}")
+        fields = json.loads(text)
+        return {"prompt": self.prompt, "gold": gold} | ({"fields": fields} if fields else {})
 
 
 def content_text(turn: dict[str, Any]) -> str:
