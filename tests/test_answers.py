@@ -27,7 +27,9 @@ MINUS = "\u2212"
         ("1\u00a0234\u00a0567", "1234567"), ("1\u202f234", "1234"), ("1'234", "1234"), ("1_234", "1234"),
         ("2 2/3", "8/3"), ("-2 1/2", "-5/2"), ("1,000 1/2", "2001/2"), (r"3\frac{1}{4}", "13/4"),
         (r"3 \times 10^5", "300000"), (r"-1.5\cdot10^{-2}", "-3/200"), ("2*10^3", "2000"), ("2 x 10^3", "2000"),
-        ("10^6", "1000000"), ("10^{-2}", "1/100"), ("-10^2", "-100"), (r"6 \frac15", "31/5"),
+        ("10^6", "1000000"), ("10^{-2}", "1/100"), ("-10^2", "-100"),
+        ("9" * 1000, "9" * 1000), ("1e9999", "1e9999"), ("1e-9999", "1e-9999"),  # limits are inclusive
+        (r"6 \frac15", "31/5"),
     ],
 )  # fmt: skip
 def test_a_number_alone(text, value):
@@ -46,12 +48,6 @@ def test_a_number_alone(text, value):
 )  # fmt: skip
 def test_not_one_number(text):
     assert parse_number(text) is None
-
-
-def test_limits_are_inclusive():
-    assert parse_number("9" * 1000) == 10**1000 - 1
-    assert parse_number("1e9999") == 10**9999
-    assert parse_number("1e-9999") == Fraction(1, 10**9999)
 
 
 @pytest.mark.parametrize(
@@ -235,21 +231,15 @@ def test_hostile_text_takes_linear_time(text):
 @pytest.mark.parametrize(
     ("completion", "gold", "correct", "anywhere"),
     [
-        ("so\n####  olleh ", "olleh", True, True),
+        ("so\n####  olleh ", "olleh", True, True), ("it is olleh", "olleh", False, True),
         ("olleh", "olleh", True, True),  # without a marker the whole completion counts
-        ("it is olleh", "olleh", False, True),
-        ("#### a\n#### b", "b", True, True),
-        ("#### New \t York\nthere", "New York", True, True),
-        ("#### Olleh", "olleh", False, False),
-        ("", "olleh", False, False),
-        ("anything", None, None, None),
-        ("#### 3.0000001", 3, True, True),
-        ("3 apples, 4 pears", 3, False, True),
-        ("<think>3 or 4</think>\n#### 4", 3, False, True),
+        ("#### a\n#### b", "b", True, True), ("#### New \t York\nthere", "New York", True, True),
+        ("#### Olleh", "olleh", False, False), ("", "olleh", False, False), ("anything", None, None, None),
+        ("#### 3.0000001", 3, True, True), ("3 apples, 4 pears", 3, False, True),
+        ("<think>3 or 4</think>\n#### 4", 3, False, True), ("<think>olleh", "olleh", False, True),
         ("<think>or hello</think>\n\nolleh", "olleh", True, True),
-        ("<think>olleh", "olleh", False, True),
     ],
-)
+)  # fmt: skip
 def test_gold_answers_of_every_kind(completion, gold, correct, anywhere):
     assert is_correct(completion, gold) is correct
     assert contains_answer(completion, gold) is anywhere

@@ -68,6 +68,7 @@ class Returns(Reward):
 
 def test_total_is_the_weighted_sum():
     completions, problems = batch(("#### 5", 5), ("#### 6", 5))
+    assert math.isnan(total_rewards([Returns([1, None])], None, completions, problems).totals[1])
     functions = [MathReward(), FormatReward(), Returns([3, -2]), Returns(np.array([0.5, 0.25], dtype=np.float32))]
     totals, by_name, *_ = total_rewards(functions, [1.0, 0.5, 2.0, 4.0], completions, problems)
     assert totals == [1.0 + 0.5 + 6.0 + 2.0, 0.05 + 0.5 - 4.0 + 1.0]
@@ -182,13 +183,6 @@ def test_what_is_not_there_or_has_no_name_is_refused(reward, message):
         check_rewards([reward], PROBLEMS)
 
 
-def test_none_leaves_the_function_out_of_the_sum():
-    functions = [Returns([None, 2.0, None]), Returns([1, 3, None])]
-    totals, by_name, *_ = total_rewards(functions, [10.0, 1.0], ["a", "b", "c"], [Problem("?")] * 3)
-    assert totals == pytest.approx([1.0, 23.0, math.nan], nan_ok=True)
-    assert by_name["Returns"] == pytest.approx([math.nan, 2.0, math.nan], nan_ok=True)
-
-
 TOLD = []
 
 
@@ -226,13 +220,6 @@ def test_what_functions_log_as_trls_do(work):
 # --- functions in the style that TRL documents ------------------------------------------------------------------------
 
 
-def accuracy(completions, solution, **kwargs):
-    """Conversational completions against a column, by a regular expression."""
-    contents = [completion[0]["content"] for completion in completions]
-    found = [re.search(r"\\boxed\{(.*?)\}", content) for content in contents]
-    return [1.0 if match and match.group(1) == gold else 0.0 for match, gold in zip(found, solution, strict=True)]
-
-
 def only_math(prompts, completions, task, **kwargs):
     assert kwargs["trainer_state"].global_step == 12
     return [1.0 if name == "math" else None for name in task]
@@ -247,15 +234,11 @@ async def judge(prompts, completions, **kwargs):
 
 
 def test_trl_style_functions_run_unchanged():
-    chat = [{"role": "user", "content": "?"}]
-    fields = [{"solution": "4", "task": "math"}, {"solution": "5", "task": "code"}]
-    problems = [Problem(chat, None, of_row) for of_row in fields]
-    completions = [r"It is \boxed{4}", r"It is \boxed{4}"]
-    totals, by_name, *_ = total_rewards([accuracy, only_math, judge], None, completions, problems, **GIVEN)
-    assert by_name["accuracy"] == [1.0, 0.0]
+    problems = [Problem([{"role": "user", "content": "?"}], None, {"task": task}) for task in ("math", "code")]
+    totals, by_name, *_ = total_rewards([only_math, judge], None, ["four", "five or six"], problems, **GIVEN)
     assert by_name["only_math"] == pytest.approx([1.0, math.nan], nan_ok=True)
-    assert by_name["judge"] == [1.5, 1.5]
-    assert totals == [1 + 1 + 1.5, 0 + 1.5]
+    assert by_name["judge"] == [0.4, 1.1]
+    assert totals == [1 + 0.4, 1.1]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

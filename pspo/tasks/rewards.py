@@ -22,7 +22,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from itertools import count
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -254,13 +253,11 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
     for what, column in {"returned": values, **columns}.items():
         if len(column) != n:
             raise RewardError(f"reward {name}: {what}: {len(column)} values for {n} completions")
-    numbers: list[float | None] = []
+    numbers = [finite_number(value) for value in values]
     for i, value in enumerate(values):
-        number = finite_number(value)
-        if number is None and value is not None:
+        if numbers[i] is None and value is not None:
             what = f"returned {reprlib.repr(value)} for completion {i}; it must be None or a number up to {LARGEST:g}"
             raise RewardError(f"reward {name} {what}")
-        numbers.append(number)
     return numbers, columns
 
 
@@ -339,12 +336,10 @@ def total_rewards(
     values: dict[str, list[float | None]] = {}  # by function
     logged: Columns = {}
     failures: dict[str, Exception] = {}
-    taken = {"environment"}
     for function in functions:
         name = reward_name(function)
-        if name in taken:
-            name = next(other for n in count(2) if (other := f"{name}_{n}") not in taken)
-        taken.add(name)
+        names = [name, *(f"{name}_{n}" for n in range(2, len(functions) + 2))]
+        name = next(name for name in names if name not in {"environment", *values})
         arguments = reward_arguments(function, inputs)
         values[name], columns, error = guarded_values(function, arguments, len(problems), timeout, on_error, workers)
         logged |= columns
