@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.gpu.candidates import DECODING, TRAINING, applied, compiled_draw, race_in_one_pass
 from benchmarks.gpu.common import GPU, GROUP, Measurement, Options, Rows, now, random_policy, row, timed, tiny_prompts
-from benchmarks.gpu.measurements import COUNTED, Load, machine, random_rollout, steps
+from benchmarks.gpu.measurements import COUNTED, Load, learner_of, machine, random_rollout, steps
 from benchmarks.vs_trl import run_pspo
 from benchmarks.workloads import Workload, model_folder
 from pspo.config import ModelConfig
@@ -20,8 +20,7 @@ from pspo.model import autocast, token_logprobs
 from pspo.rollout import Sampling, generate
 from pspo.rollout.drawing import draw_tokens, sample_race, score_tokens
 from pspo.rollout.graphs import GRAPH_DECODERS, GraphDecoder
-from pspo.update import Learner, update
-from pspo.update.optimizers import make_optimizer
+from pspo.update import update
 
 GAIN = 1.2  # times as fast as now, from which a candidate moves into pspo
 TURNS = 3
@@ -92,7 +91,7 @@ def training(options: Options, load: Load, name: str) -> Rows:
     load = load.of(options)
     device = options.device
     policy = random_policy(shape, config.model, device)
-    learner = Learner(policy, make_optimizer(policy, config.optimizer))
+    learner = learner_of(policy, config)
     rollout, _ = random_rollout(shape, load)
     advantages = torch.randn(load.rows)
     candidates = {"now": [], "with it": TRAINING[name]}
@@ -109,7 +108,7 @@ def training(options: Options, load: Load, name: str) -> Rows:
     return [
         *compared(times["now"], times["with it"], "s"),
         row("gradient norm, over the one now", norms["with it"] / norms["now"], least=0.97, most=1.03),
-        row("microbatches", learner.microbatch_size(config), "tokens"),  # halved where memory ran out
+        row("microbatches", learner.microbatch_tokens, "tokens"),  # halved where memory ran out
     ]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 import pspo.train
 from benchmarks.ablation import UNSHARED
@@ -25,7 +26,7 @@ from benchmarks.workloads import Workload, model_folder
 from pspo.cli.files import read_json, read_jsonl
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO
-from pspo.model import autocast, casts_to_bf16
+from pspo.model import autocast, casts_to_bf16, default_microbatch_tokens
 from pspo.model.device import peak_memory_gb
 from pspo.rollout import Rollout, Sampling, generate, left_pad
 from pspo.update import Learner, update
@@ -114,6 +115,13 @@ def decode(options: Options, load: Load, decoder: str) -> Rows:
     ]
 
 
+def learner_of(policy: PreTrainedModel, config: TrainConfig) -> Learner:
+    """A learner with microbatches of the size that a run takes."""
+    by_memory = default_microbatch_tokens(policy, config.model.gradient_checkpointing)
+    tokens = config.optimizer.microbatch_tokens or by_memory
+    return Learner(policy, make_optimizer(policy, config.optimizer), microbatch_tokens=tokens)
+
+
 def random_rollout(shape: Shape, load: Load) -> tuple[Rollout, list[int]]:
     """A rollout of random completions of word problems, and the lengths of its prompts."""
     tokenizer, prompts = tiny_prompts(load.rows // GROUP)
@@ -131,7 +139,7 @@ def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
     load = load.of(options)
     device = options.device
     policy = random_policy(shape, config.model, device)
-    learner = Learner(policy, make_optimizer(policy, config.optimizer))
+    learner = learner_of(policy, config)
     rollout, lengths = random_rollout(shape, load)
     advantages = torch.randn(load.rows)
     with OFF[off]() if off else contextlib.nullcontext():
