@@ -19,7 +19,7 @@ from pspo.cli.parse import make_config
 from pspo.config import TrainConfig
 from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
-from pspo.tasks.files import dataset_records
+from pspo.tasks.files import table_records
 
 MAIN_FIELDS = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
 LISTS = ("functions", "terms", "stop_strings")  # fields of which one item may stand alone
@@ -40,7 +40,8 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
     for split in SPLITS:
         if split in data:
             rows = data.pop(split)
-            rows = dataset_records(rows) if hasattr(rows, "with_format") else rows
+            if hasattr(rows, "num_rows"):  # a datasets.Dataset, its images as bytes
+                rows = table_records(rows.with_format("arrow")[:])
             problems[split] = [problem_record(row) for row in rows]
     if not problems:
         return make_config(TrainConfig, "pspo.train", words, plain_setting(settings))

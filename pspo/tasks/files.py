@@ -129,12 +129,6 @@ def table_records(table: Any) -> Iterator[Record]:
         yield to_record(zip(table.schema.names, map(without_gaps, row), strict=True))
 
 
-def dataset_records(dataset: Any) -> Iterator[Record]:
-    """The rows of a `datasets.Dataset` as a parquet file has them: an image is its bytes, no object of this process."""
-    for batch in dataset.with_format("arrow").iter(1000):
-        yield from table_records(batch)
-
-
 def _parse_json(text: str) -> Any:  # JSON has no NaN
     return json.loads(text, parse_float=Decimal, parse_constant=lambda _: None, object_pairs_hook=to_record)
 
