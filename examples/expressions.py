@@ -1,33 +1,57 @@
-"""Reward of word problems that are answered by an expression such as 12 - 4, and not by its value.
+"""Word problems that are answered by an expression such as 12 - 4, which a program evaluates.
 
+python -m examples.expressions runs/asdiv-one-step  # from the hub; with a last word data, data/asdiv/ASDiv.xml
 pspo train --config configs/smollm2/train.yaml
 """
 
 import ast
+import json
 import operator
+import re
+import sys
 from fractions import Fraction
+from pathlib import Path
 
-from pspo.tasks import Problem
+from pspo.tasks import Problem, load_problems
 
+KINDS = ("Addition", "Subtraction", "Sum", "Difference")  # of ASDiv's problems: those of one step
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+EXPRESSION = re.compile(r"\d[\d.]*(?: ?[-+*/] ?\$?\d[\d.]*)+", re.ASCII)
 
 
 def value(node: ast.expr) -> Fraction:
-    """Exact value of numbers joined by + - * / and brackets; ValueError for anything else."""
-    match node:
-        case ast.BinOp(left, operation, right) if type(operation) in OPERATORS:
-            return OPERATORS[type(operation)](value(left), value(right))
-        case ast.Constant(number) if type(number) in (int, float):
-            return Fraction(str(number))
-    raise ValueError("not an expression of numbers")
+    """Exact value of numbers joined by + - * /."""
+    if isinstance(node, ast.BinOp):
+        return OPERATORS[type(node.op)](value(node.left), value(node.right))
+    return Fraction(str(node.value))
 
 
 def solves(completions: list[str], problems: list[Problem], **kwargs: object) -> list[float]:
-    """1 where the whole completion is an expression whose value is the gold answer, else 0."""
+    """1 where the value of the first expression in a completion is the gold answer, else 0."""
     rewards = []
     for text, problem in zip(completions, problems, strict=True):
+        match = EXPRESSION.search(text)
         try:
-            rewards.append(float(value(ast.parse(text.strip(), mode="eval").body) == problem.answer))
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-            rewards.append(0.0)
+            right = match and value(ast.parse(match[0].replace("$", ""), mode="eval").body) == problem.answer
+        except (SyntaxError, ValueError, ZeroDivisionError):  # 007 - 1, 1.2.3 + 1, 1 / 0
+            right = False
+        rewards.append(1.0 if right else 0.0)
     return rewards
+
+
+def write_problems(folder: str, path: str | None = None) -> None:
+    """Write ASDiv's additions and subtractions of one step: 30% to test, 128 to validation, the rest to train."""
+    rows = {}
+    for split in ("train", "validation", "test"):
+        problems = load_problems("asdiv", split, path, holdout=0.3)
+        rows[split] = [{"prompt": p.prompt, "answer": str(p.answer)} for p in problems if p.category in KINDS]
+    known = rows["train"] + rows["validation"]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for split, chosen in (("train", known[128:]), ("validation", known[:128]), ("test", rows["test"])):
+        lines = [json.dumps(row) + "\n" for row in chosen]
+        Path(folder, f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+        print(f"{len(chosen)} {split} problems")
+
+
+if __name__ == "__main__":
+    write_problems(*sys.argv[1:])
