@@ -416,6 +416,16 @@ def first_stage_table(folder: Path) -> str:
     return table(["", "seed", "gold anywhere", "right", "cut at 128 tokens"], rows)
 
 
+def candidates_table(folder: Path) -> str:
+    """Candidates for the task that replaces these word problems, untrained."""
+    rows = []
+    for row in pd.read_csv(folder / "candidates.csv").itertuples():
+        greedy = [f"{row.problems:.0f}", f"{row.right:.1%}", f"{row.cut:.1%}"] if row.problems > 0 else ["", "", ""]
+        drawn = [f"{row.mixed:.0f} of {row.groups:.0f}", f"{row.sampled:.1%}"] if row.groups > 0 else ["", ""]
+        rows.append([row.candidate, row.prompt, *greedy, *drawn])
+    return table(["candidate", "prompt", "problems", "right", "cut", "mixed groups", "drawn, right"], rows)
+
+
 def draw_smollm2(folder: Path) -> None:
     answers = read_answers(folder)
     measures = {"gold_anywhere": (COLOURS["NoClip"], 0.13, "gold anywhere"),
@@ -743,6 +753,8 @@ def main() -> None:
         folder = root / "results" / name
         draw(folder)
         fill(folder / "README.md", texts(folder))
+    smollm2 = root / "results/smollm2"
+    fill(smollm2 / "selection.md", {"candidates": candidates_table(smollm2)})
     stale = stale_texts(root / "results/stale-rollouts")
     fill(root / "README.md", {**protocol_texts(root / "results/tiny-protocol"), **stale})
 
