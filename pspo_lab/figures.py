@@ -58,8 +58,6 @@ def picture(path: Path, width: float, height: float, x_label: str) -> Iterator[F
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.supxlabel(one_line(x_label), fontsize=8)
         yield figure
-        figure.get_layout_engine().execute(figure)
-        figure.set_layout_engine("none")  # which would be computed again, twice
         figure.savefig(path, facecolor="white", metadata={"Date": None})
 
 
