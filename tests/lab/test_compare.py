@@ -8,7 +8,7 @@ import pytest
 
 from pspo.cli.files import append_jsonl
 from pspo.evaluate.results import cluster_bootstrap
-from pspo_lab.compare import clip, main
+from pspo_lab.compare import main
 
 
 def record(i, sample, correct, temperature=0.0, gold=None):
@@ -94,7 +94,3 @@ def test_what_cannot_be_paired_is_refused(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             compare(*paths)
         assert message in capsys.readouterr().err
-
-
-def test_a_terminal_shows_no_control_characters():
-    assert clip("\x1b[2Jsame") == r"\x1b[2Jsame"

@@ -228,6 +228,9 @@ def test_labels_have_the_switches_that_differ_unless_they_are_at_their_default(m
         "PSPO (alpha=0.1)", "PSPO (alpha=0.4)",
     ]  # fmt: skip
     assert shared_sentence(runs.configs) == "All have lr=1e-05, functions=MathReward, max_steps=40."
+    for rate in (3e-5, 1e-4):  # the first is the embedded models' own
+        runs = read_runs([make_run(f"rates/{rate}", "Clip", **{"optimizer.lr": rate}).parent])
+    assert sorted(labels(runs.configs)) == ["Clip (lr=0.0001)", "Clip (lr=3e-05)"]
 
 
 def test_a_parameter_of_a_user_s_class_and_the_name_of_a_sweep_s_method_are_told(make_run, report):
@@ -262,6 +265,8 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     make_evaluation(folder / "evaluation-middle", str(folder / "checkpoints/step-000002"), 0.3)
     make_evaluation(folder / "z-stale", str(folder / "best"), 0.9, step=1)  # the run got longer: its best is step 2
     make_evaluation(folder / "before", "tiny", 0.2)  # what the run began with is not the run's
+    spelt = make_run("spelt", "SAPO", **{"model.name_or_path": "models/best"})  # what it began with, spelt otherwise
+    make_evaluation(spelt / "before", "models/best/", 0.9)
     make_evaluation(runs / "apart", str(folder / "best"), 0.7, data="sums")
     make_evaluation(runs / "stranger", "somebody/else", 0.4, of_one=True)  # of one problem: without an interval
     inner = make_run("a/b", "NoClip", after=0.9)  # a run inside another keeps what is its own
@@ -272,6 +277,9 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     assert close(cells[SUMS, "Accuracy", "Clip", "sums test, n = 50: accuracy"], 1, 0.7, 0.69, 0.71)
     assert close(cells[SUMS, "Accuracy", "tiny", PRODUCTS], 0, 0.2, 0.19, 0.21)
     assert close(cells[SUMS, "Accuracy", "NoClip", PRODUCTS], 1, 0.88, 0.87, 0.89)
+    assert {
+        key[2]: cell[1] for key, cell in cells.items() if key[0] == "models/best on sums" and key[3] == PRODUCTS
+    } == {"models/best": 0.9}
     assert cells["Other evaluations", "Accuracy", "somebody/else", PRODUCTS] == [0, 0.4, None, None]
     sampled = "products test, n = 50, T = 0.6: pass@4"
     assert close(cells[SUMS, "Accuracy of samples", "Clip", sampled], 1, 0.8, 0.6, 1)
@@ -279,15 +287,6 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     assert close(cells[SUMS, "Accuracy", "Clip", PRODUCTS.replace("acc", "final acc")], 1, 0.1, 0.09, 0.11)
     assert "evaluation-middle: evaluates" in err
     assert "z-stale: evaluates step 1, and this model of the run is step 2's by now" in err
-
-
-def test_a_base_model_with_another_spelling_is_no_result_of_its_run(make_run, make_evaluation, report, tmp_path):
-    run = make_run("run", "NoClip", after=0.5, **{"model.name_or_path": "models/best"})
-    make_evaluation(run / "before", "models/best/", 0.9, data="sums")
-    cells, _, _ = report()
-    column = "sums test, n = 50: accuracy"
-    found = {key[2]: cell[1] for key, cell in cells.items() if key[3].startswith(column)}
-    assert found == {"models/best": 0.9}
 
 
 def test_runs_of_a_search_and_forks_of_other_parents_are_settings_of_their_own(make_run, tmp_path):
@@ -303,13 +302,6 @@ def test_runs_of_a_search_and_forks_of_other_parents_are_settings_of_their_own(m
         "Clip": 2, "Clip (search=True)": 2,
         **{f"Clip (forked=runs/{parent}/seed-*)": 2 for parent in "abc"},
     }  # fmt: skip
-
-
-def test_a_learning_rate_is_said_also_where_it_is_that_of_the_embedded_models(make_run):
-    runs = read_runs([make_run("a", "Clip", **{"optimizer.lr": 3e-5}).parent])
-    assert shared_sentence(runs.configs) == "All have lr=3e-05, functions=MathReward, max_steps=40."
-    runs = read_runs([make_run("b", "NoClip", **{"optimizer.lr": 1e-4}).parent])
-    assert sorted(labels(runs.configs)) == ["Clip (lr=3e-05)", "NoClip (lr=0.0001)"]
 
 
 def test_tasks_are_never_mixed(make_run, report):
