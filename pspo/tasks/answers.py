@@ -23,6 +23,7 @@ short, so parsing takes time linear in the text, and no text raises.
 """
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
@@ -34,14 +35,14 @@ MAX_EXPONENT_DIGITS = 4
 
 _DASHES = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
 _COMMAS = r"(?:(?:,(?:\\![ ]?)?|\{,\})[0-9]{3}(?![0-9]))++"
-_SPACES = r"(?:(?:\\[,;:\ ]|[~'_\u2019\u00a0\u2009\u202f])[0-9]{3}(?![0-9]))++"
-_BLANKS = r"(?:[ ][0-9]{3}(?![0-9]))++(?![ ][0-9])"  # not in a list of numbers
+_SPACES = r"(?:(?:\\[,;:\ ]|['_\u2019\u00a0\u2009\u202f])[0-9]{3}(?![0-9]))++"
+_BLANKS = r"(?:[ ][0-9]{3}(?![0-9]))++(?![ ][0-9]|-?[a-z])"  # neither 100 200 3 nor 12 100-dollar bills
 # (?> never gives a separator back
 _DIGITS = rf"(?>[1-9][0-9]{{0,2}}(?:{_COMMAS}|{_SPACES})|(?<![0-9][ ])[1-9][0-9]{{0,2}}{_BLANKS}|[0-9]++)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*+)?+|(?<![\w.])\.[0-9]++)"
 _ARGUMENT = rf"(?:\{{[ ]*+[-+]?{_DIGITS}[ ]*+\}}|[0-9])"
 _FRAC = r"\\[dtc]?frac[ ]*+"
-_TIMES = r"[ ]*+(?:\\times|\\cdot|[*×x])[ ]*+"
+_TIMES = r"[ ]*+(?:\\times|\\cdot|[*×x·⋅])[ ]*+"
 _BRACES = r"\{[^{}\n]*+(?:\{[^{}\n]*+(?:\{[^{}\n]*+\}[^{}\n]*+)*+\}[^{}\n]*+)*+\}?+"  # up to three levels deep
 _TERM = rf"[ ]*+(?:{_BRACES}|\([^()\n]{{0,60}}+\)|[-+]?[\w.]++|\\[a-zA-Z]++)"
 _NO_NUMBER = rf"""(?:
@@ -59,7 +60,7 @@ _NUMBER = re.compile(
         (?:\\?[$£€¥₹])?+
     )?+
     (?:
-        (?:(?P<whole>{_DIGITS})(?:[ ]|(?=\\)))?+
+        (?:(?P<whole>{_DIGITS})(?:[ ]|\\,|(?=\\)))?+
         (?:
             {_FRAC}(?P<numerator>{_ARGUMENT})[ ]*+(?P<denominator>{_ARGUMENT})
             |(?<![0-9]/)(?P<dividend>{_DECIMAL})/(?P<divisor>{_DECIMAL})(?!/[0-9])
@@ -69,8 +70,8 @@ _NUMBER = re.compile(
         |(?={_NO_NUMBER})
     )
     (?P<rest>
-        (?=[ *×x\\^√π±!_s²³¹⁰⁴-⁹¼-¾⅐-⅞])
-        (?:(?:{_TIMES}|[ ])?+{_NO_NUMBER}|\*\*[0-9]++|!|_(?:[0-9]++|{_BRACES})|[²³¹⁰⁴-⁹¼-¾⅐-⅞])++
+        (?=[ *×x·⋅\\^√π±!_s¼-¾⅐-⅞])
+        (?:(?:{_TIMES}|[ ])?+{_NO_NUMBER}|\*\*[0-9]++|!|_(?:[0-9]++|{_BRACES})|[¼-¾⅐-⅞])++
         (?:/{_DIGITS})?+
     )?+
     """,
@@ -78,14 +79,15 @@ _NUMBER = re.compile(
 )
 _SEPARATORS = str.maketrans("", "", ",!\\{} ;:~'_\u2019\u00a0\u2009\u202f")
 
+_SUPERSCRIPT = re.compile(r"[⁰¹²³⁴-⁹⁻]++")
 _MARKER = re.compile(r"(?<!#)####(?!#)")
 _EXCLAMATION = re.compile(  # that ends a sentence; a factorial's stands before what follows a number in a formula
     r"(####[^a-zA-Z\n]*+)|(?<=[0-9])!++(?! ?(?:[-+/^=<>0-9a-z\\(),.;:}\]$]|\*(?!\*)))"
 )
-_OPERAND = r"[$£€]?[0-9][0-9.,]*+%?[ ]?(?:[a-z]{2,}+[ ]?)?+"  # 12 or $12 or 12 apples
+_OPERAND = r"[$£€]?[0-9][0-9.,/]*+%?[ ]?(?:[a-z]{2,}+[ ]?)?+"  # 12 or $12 or 12 apples
 _EQUATION = re.compile(  # the left side of 12 + 30 = 42, and of each further `=`; begun at no later operand
-    rf"(?<![-+*/×÷0-9.,$£€])(?<![-+*/×÷] )(?<!times)(?<!times )(?<!cdot)(?<!cdot ){_OPERAND}"
-    rf"(?:(?:[-+*/×÷]|\\times|\\cdot)[ ]?{_OPERAND})++=(?=[ ]?[-$£€]*+[.0-9])"
+    rf"(?<![-+*×÷x0-9.,/$£€])(?<![-+*×÷x] )(?<!times)(?<!times )(?<!cdot)(?<!cdot ){_OPERAND}"
+    rf"(?:(?:[-+*×÷x]|\\times|\\cdot)[ ]?{_OPERAND})++=(?=[ ]?[-$£€]*+[.0-9])"
 )
 _REST_OF_LINE = re.compile(r"[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]*+")  # the line ends of str.splitlines
 
@@ -111,7 +113,8 @@ def _read(match: re.Match[str]) -> Number | None:
 
 
 def _prose(text: str) -> str:
-    """The text with one kind of minus, and without what ends a sentence: `It is 42!` holds 42, `#### 5!` does not."""
+    """The text with `-` for every minus, `^2` for a superscript, and no `!` that ends a sentence: in `It is 42!`."""
+    text = _SUPERSCRIPT.sub(lambda match: f"^{unicodedata.normalize('NFKC', match[0])}", text)
     for dash in _DASHES:
         text = text.replace(dash, "-")
     return _EXCLAMATION.sub(lambda match: match[1] or " ", text) if "!" in text else text
