@@ -50,7 +50,7 @@ def answers(problems: list[Problem]) -> list[Fraction]:
             "", "x=5", "k = 15", "(1,2)", "1,2", "0,1", "2:3", "12:50", "3:30 p.m.", "6th", "Yes", "11; 12", "1-2",
             r"10\text{ inches}", r"9\text{ a.m.}", r"12\text{ and }13", "1101_2", r"141_{13}", r"2^{2005}", "2k",
             r"2\sqrt{5}", r"9\pi", r"45^\circ, 135^\circ", r"1 \pm 2", "6+9i", "-(1/3)", "5 apples", "nan", "inf",
-            "3/0", "%", r"\infty", "$",
+            "3/0", "%", r"\infty", "$", "1e5000",
         )
     ],
 )  # fmt: skip

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pspo.tasks import files
-from pspo.tasks.answers import MAX_DIGITS
 from pspo.tasks.arithmetic import SPLITS
 from pspo.tasks.problem import AnswerKind, Problem, content_text
 from pspo.tasks.sources import GENERATED, NAMES, Source, default_answer_kind, find_source, parse_gold
@@ -194,8 +193,7 @@ def parse_answers(drafts: list[Problem], kind: AnswerKind, name: str, split: str
     problems = []
     for draft in drafts:
         answer = parse_gold(draft.answer) if kind == "number" else draft.answer or None
-        is_long = kind == "number" and answer and max(abs(answer.numerator), answer.denominator) >= 10**MAX_DIGITS
-        if answer is not None and not is_long:  # such as 1e5000
+        if answer is not None:
             problems.append(replace(draft, answer=answer))
     what = "a numeric answer" if kind == "number" else "an answer"
     if not problems:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pspo.tasks import arithmetic, calculator, letters
-from pspo.tasks.answers import parse_number
+from pspo.tasks.answers import MAX_DIGITS, parse_number
 from pspo.tasks.files import Record, column_text
 from pspo.tasks.problem import AnswerKind, Problem
 
@@ -43,7 +43,9 @@ def parse_gold(text: str) -> Fraction | None:
     """
     text = re.sub(r"^\$([^$]+)\$$", r"\1", text.strip())  # as TRL's data have it
     text = re.sub(r"^\\?[$£€¥₹]\s*", "", text.strip())
-    return parse_number(re.sub(r"\s*(?:\\?%|°|\^\\circ|\^\{\\circ\})$", "", text))
+    number = parse_number(re.sub(r"\s*(?:\\?%|°|\^\\circ|\^\{\\circ\})$", "", text))
+    is_long = number is not None and max(abs(number.numerator), number.denominator) >= 10**MAX_DIGITS  # 1e5000
+    return None if is_long else number
 
 
 def boxed(solution: str) -> list[str]:
