@@ -314,6 +314,11 @@ def graphed_training(policy: PreTrainedModel) -> Iterator[None]:
     ) -> Tensor:
         if not torch.is_grad_enabled() or cache is not None:
             return body_states(model, ids, mask, positions, cache)
+        for (
+            parameter
+        ) in model.parameters():  # or its gradient would be the graph's own, which the next replay overwrites
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         b, t = ids.shape
         places = torch.arange(round_rows(b)).clamp(max=b - 1)  # the last row again
         columns = (0, -t % COLUMN_STEP)
