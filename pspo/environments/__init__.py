@@ -1,3 +1,3 @@
-"""Text environments: episodes of several turns, played around a sampler; `pspo.tasks.environment` has the protocol."""
+"""Text environments: episodes of several turns. Their protocol is in `pspo.tasks.environment`."""
 
 from pspo.environments.episodes import EnvironmentSampler, transcripts

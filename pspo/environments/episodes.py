@@ -1,4 +1,4 @@
-"""Episodes of several turns in a text environment: a loop around another sampler.
+"""Play episodes of several turns in a text environment; another sampler draws the model's turns.
 
     prompt, turn of the model, observation, turn of the model, observation, ..., turn of the model
 

@@ -1,4 +1,4 @@
-"""Calls of tools in a turn of the model, in the format in which its own chat template writes them."""
+"""Read the tool calls in a turn of the model, in the format of its own chat template."""
 
 import contextlib
 import json

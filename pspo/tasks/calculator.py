@@ -1,4 +1,4 @@
-"""Sums that are too hard for a tiny head, from a seed; and a calculator to do them with, an example of an environment.
+"""An example of an environment: sums that are too hard for a tiny model, and a calculator for them.
 
 user        What is 847 - 63?
 assistant   <calc>847 - 63</calc>

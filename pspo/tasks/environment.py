@@ -1,4 +1,4 @@
-"""Environment: what answers the model's turns, where an episode has several; and how a switch names a class."""
+"""The protocol of text environments, and the import of a class that a switch names."""
 
 import inspect
 import pkgutil

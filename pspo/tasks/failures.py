@@ -1,4 +1,4 @@
-"""A user's own code: what is shown of its failures, and what it may not change."""
+"""Run a user's own code: show its errors without our frames, and undo what it changes."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 _PATHS = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-_NOT_USER_CODE = (*_PATHS, "<frozen", str(Path(__file__).parents[1]))  # beginnings of file names
+_NOT_USER_CODE = (*_PATHS, "<frozen", str(Path(__file__).parents[1]))  # prefixes of file names
 
 
 class RewardError(ValueError):

@@ -1,4 +1,4 @@
-"""Rewards: functions of completions and whatever else they ask for by the names of their parameters.
+"""Score completions by reward functions, which get the inputs that their parameters name.
 
 A reward of your own is a function or a subclass of `Reward`, named by its import path: --reward.functions
 '[my_rewards.brevity]'. It is called with the keyword arguments that its signature names, of those in `all_inputs`;

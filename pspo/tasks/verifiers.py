@@ -1,4 +1,4 @@
-"""More rewards: exact text, length, and mathematics by math-verify."""
+"""More built-in rewards: exact text, length, and formulas compared by math-verify."""
 
 import importlib.util
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Functions called in processes of their own, with limits on memory and time; and the signals of this process.
+"""Worker processes with limits on time and memory, and the handling of SIGTERM and Ctrl-C.
 
-By hand, because neither `multiprocessing.Pool` nor `concurrent.futures` kills the one process whose call hangs, limits
-its memory, or starts processes without the trainer's memory and ``__main__`` (its "spawn" imports that again).
+The pool is written by hand: neither `multiprocessing.Pool` nor `concurrent.futures` kills the one process whose call
+hangs, limits its memory, or starts processes without the trainer's memory and ``__main__``, which "spawn" imports again.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ START = "from pspo.tasks.workers import run_process; run_process({module!r}, {de
 
 
 def start_python(module: str, *arguments: int, **variables: str) -> tuple[subprocess.Popen, Connection]:
-    """A process that calls ``serve(connection, *arguments)`` of a module, and the connection's end in this process."""
+    """Start a process that calls ``serve(connection, *arguments)`` of a module; returns it and our connection to it."""
     parent_end, child_end = Pipe()
     python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     process = subprocess.Popen(
@@ -45,7 +45,7 @@ def start_python(module: str, *arguments: int, **variables: str) -> tuple[subpro
 
 
 def run_process(module: str, descriptor: int, arguments: tuple[int, ...]) -> None:
-    """Serve until the parent ends; what a scheduler sends to all processes of a job is ignored: the trainer saves."""
+    """Serve until the parent ends; signals that a scheduler sends to a whole job are left to the trainer."""
     replace_handlers(lambda *_: None)  # not SIG_IGN, which programs that a reward starts would inherit
     end_with_parent()
     importlib.import_module(module).serve(Connection(descriptor), *arguments)
