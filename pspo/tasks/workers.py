@@ -1,7 +1,7 @@
 """Worker processes with limits on time and memory, and the handling of SIGTERM and Ctrl-C.
 
 The pool is written by hand: neither `multiprocessing.Pool` nor `concurrent.futures` kills the one process whose call
-hangs, limits its memory, or starts processes without the trainer's memory and ``__main__``, which "spawn" imports again.
+hangs, limits its memory, or starts processes without the trainer's memory and ``__main__`` ("spawn" imports it again).
 """
 
 import contextlib
