@@ -49,10 +49,7 @@ def train(run: Run) -> dict[str, Any]:
 def draw(run: Run) -> Experience:
     """Draw a rollout of the next prompts and score it; with a lag, keep the log-probs of the policy that drew it."""
     config = run.config
-    indices, prompts = run.stream.next(config.rollout.prompts)
-    with run.phase("generate"), dist.unsharded(run.how.model):
-        rollout = run.sampler.draw(prompts, config.rollout.group_size, run.how)
-    experience = score(run, indices, rollout)
+    experience = draw_groups(run, config.rollout.prompts)
     if config.rollout.resample > 0:
         experience = resample(run, experience)
     if config.reward.on_error == "none":
@@ -62,6 +59,14 @@ def draw(run: Run) -> Experience:
             rollout = keep_logprobs(run.learner, experience.rollout, experience.advantages, config)
         experience = replace(experience, rollout=rollout)
     return experience
+
+
+def draw_groups(run: Run, n: int) -> Experience:
+    """Draw a group for each of the next n prompts, all ranks' together, and score them."""
+    indices, prompts = run.stream.next(n)
+    with run.phase("generate"), run.gathered_weights():
+        rollout = run.sampler.draw(prompts, run.config.rollout.group_size, run.how)
+    return score(run, indices, rollout)
 
 
 def score(run: Run, prompt_indices: list[int], rollout: Rollout) -> Experience:
@@ -80,7 +85,8 @@ def score(run: Run, prompt_indices: list[int], rollout: Rollout) -> Experience:
             max_completion_tokens=run.config.rollout.max_completion_tokens,
             **rollout.reward_inputs,
         )
-    show_failures(scores.failures, run.recorder.failures)
+    if scores.failures:
+        show_failures(scores.failures, run.recorder.failures)
     experience = Experience(
         prompt_indices=prompt_indices,
         rollout=rollout,
@@ -121,10 +127,7 @@ def resample(run: Run, experience: Experience) -> Experience:
         missing = dist.max_over_ranks(experience.has_signal.count(False))
         if missing == 0:
             break
-        indices, prompts = run.stream.next(missing * dist.world_size())
-        with run.phase("generate"), dist.unsharded(run.how.model):
-            rollout = run.sampler.draw(prompts, run.config.rollout.group_size, run.how)
-        fresh = score(run, indices, rollout)
+        fresh = draw_groups(run, missing * dist.world_size())
         experience = add_advantages(run, refill(experience, fresh))
     return experience
 

@@ -11,7 +11,7 @@ import secrets
 import sys
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing.pool import AsyncResult, ThreadPool
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import requests
@@ -58,7 +58,6 @@ class Servers:
         self.timeout = timeout
         self.version = ""
         self.failures: dict[str, str] = {}
-        self.pending: list[AsyncResult] = []
 
     def check(self) -> None:
         """Raise ValueError if no server is there, or vLLM's NCCL classes are needed and missing."""
@@ -140,11 +139,7 @@ class Servers:
 
     def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> tuple[Tensor, Tensor]:
         """Completions (N * group_size, T), padded after their stop token, and their log-probs."""
-        if not self.pending:
-            self.begin(prompts, sampling, group_size)
-        results = self.pending
-        self.pending = []
-        return pad_rows([row for result in results for row in result.get()], sampling.pad_id)
+        return pad_rows([row for result in self.pending for row in result.get()], sampling.pad_id)
 
     def draw(self, index: int, request: dict[str, Any]) -> list[Row]:
         """Completions of a prompt by the server whose turn it is, or by another one if that fails."""

@@ -47,7 +47,6 @@ class VLLM:
             raise ValueError(f"--rollout.engine pspo_vllm.VLLM: memory must be in (0, 1], got {memory!r}")
         self.memory = memory
         self.version: int | None = None
-        self.is_drawing = False
 
     def check(self) -> None:
         require_vllm()
@@ -83,13 +82,9 @@ class VLLM:
         """Begin to draw what `complete` is asked for next; every prompt has a seed from torch's global generator."""
         params = sampling_params(len(prompts), sampling, group_size)
         self.send(("complete", [list(prompt) for prompt in prompts], params))
-        self.is_drawing = True
 
     def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> tuple[Tensor, Tensor]:
         """Completions (N * group_size, T), padded after their stop token, and their log-probs."""
-        if not self.is_drawing:
-            self.begin(prompts, sampling, group_size)
-        self.is_drawing = False
         version, rows = self.receive()
         if version != self.version:
             self.close()

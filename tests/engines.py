@@ -37,8 +37,6 @@ class Copy:
         self.seed = int(torch.randint(2**31, ()))
 
     def complete(self, prompts, sampling, group_size):
-        if self.seed is None:
-            self.begin(prompts, sampling, group_size)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             drawn = generate(self.model, self.tokenizer, prompts, sampling, group_size)

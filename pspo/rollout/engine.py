@@ -43,7 +43,7 @@ class Engine(Protocol):
         """Take over the policy's weights; a version is pushed once."""
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
-        """Begin to draw what `complete` is asked for next, while the caller does other things."""
+        """Begin to draw what `complete` is asked for next, at once or after the caller has done other things."""
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
@@ -66,7 +66,7 @@ class EngineSampler:
 
     Attributes:
         prefetched: a rollout that was drawn ahead, which the next draw by a run's generators returns.
-        pending: what the engine draws ahead: the arguments of `draw`.
+        pending: what the engine draws: the arguments of `begin`.
     """
 
     engine: Engine
@@ -83,11 +83,11 @@ class EngineSampler:
             rollout = self.prefetched
             self.prefetched = None
             return rollout
-        self.engine.push(self.learner.policy, self.learner.steps)
-        return self._complete(prompts, group_size, how)
+        self.begin(prompts, group_size, how)
+        return self.complete()
 
-    def prefetch(self, prompts: Prompts, group_size: int, how: How) -> None:
-        """Begin to draw, with the weights as they are now, what the next `draw` returns."""
+    def begin(self, prompts: Prompts, group_size: int, how: How) -> None:
+        """Begin to draw, with the weights as they are now; the next `draw` by a run's generators returns it."""
         self.engine.push(self.learner.policy, self.learner.steps)
         with how.random_numbers():
             self.engine.begin(prompts.ids, how.sampling, group_size)
@@ -97,20 +97,21 @@ class EngineSampler:
         """Wait for what is being drawn ahead. If that fails on a rank all give it up: the next draw raises."""
         if self.pending is None:
             return
-        arguments = self.pending
-        self.pending = None
         with suppress(Exception):  # of an engine of a user's, too
-            self.prefetched = self._complete(*arguments)
+            self.prefetched = self.complete()
         if dist.max_over_ranks(self.prefetched is None):
             self.prefetched = None
 
-    def _complete(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
+    def complete(self) -> Rollout:
+        """The rollout that `begin` has begun."""
+        prompts, group_size, how = self.pending
+        self.pending = None
         with how.random_numbers():
             ids, logprobs = self.engine.complete(prompts.ids, how.sampling, group_size)
         prompt_ids, prompt_mask = left_pad(prompts.ids, how.sampling.pad_id)
         completions = Completions(ids, logprobs)
         rollout = make_rollout(self.by_model.tokenizer, prompt_ids, prompt_mask, completions, how.sampling)
-        return prompts.continued(rollout)
+        return prompts.continued(rollout) if prompts.beginnings else rollout
 
 
 def find_engine(spec: str | dict[str, Any]) -> Engine:

@@ -119,7 +119,7 @@ class Delay:
         pending = 0
         if self.engine is not None:
             _, prompts = self.stream.peek(self.config.prompts)
-            self.engine.prefetch(prompts, self.config.group_size, self.how)
+            self.engine.begin(prompts, self.config.group_size, self.how)
             pending = 1
         return self.waiting.popleft() if len(self.waiting) + pending > self.config.lag else None
 

@@ -39,8 +39,6 @@ class Prompts:
 
     def continued(self, rollout: Rollout) -> Rollout:
         """A rollout of these prompts, its texts from the beginnings on; `completion_texts` wrote a last `<think>`."""
-        if not self.beginnings:
-            return rollout
         group_size = len(rollout) // len(self)
         starts = [re.sub(r"<think>\s*$", "", text) for text in self.beginnings for _ in range(group_size)]
         return replace(rollout, texts=[start + text for start, text in zip(starts, rollout.texts, strict=True)])

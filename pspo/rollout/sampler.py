@@ -74,7 +74,7 @@ class PolicySampler:
                 if self.signals.error is not None:
                     raise self.signals.error
                 rollout = generate(how.model, self.tokenizer, prompts.ids, how.sampling, group_size, how.generators)
-                return prompts.continued(rollout)
+                return prompts.continued(rollout) if prompts.beginnings else rollout
             finally:
                 self.signals.is_drawing = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -101,6 +102,7 @@ def load_run(config: TrainConfig, settings: Settings, output: Path, resources: c
         stream=stream,
         sampler=sampler,
         how=how,
+        gathered_weights=partial(dist.unsharded, how.model) if dist.is_sharded(how.model) else contextlib.nullcontext,
         delay=delay,
         learner=learner,
         validator=validator,

@@ -31,7 +31,7 @@ class Run:
 
     Attributes:
         settings: the configuration as ``config.yaml`` has it.
-        how: rollouts are drawn.
+        how: rollouts are drawn, with ``gathered_weights()``, of a sharded policy, around each draw.
         resources: the folder's lock and the engine, closed with the run.
         on_rollout: called with each rollout and the metrics of its optimizer steps.
     """
@@ -42,6 +42,9 @@ class Run:
     stream: PromptStream
     sampler: Sampler
     how: How
+    gathered_weights: Callable[
+        [], contextlib.AbstractContextManager[None]
+    ]  # of a sharded policy that draws, around each draw
     delay: Delay | None  # with --rollout.lag
     learner: Learner
     validator: Validator

@@ -122,7 +122,9 @@ def engine_of(servers: list[Server], timeout: float = 60.0) -> Iterator[Servers]
 
 def drawn_by(engine: Servers, prompts: int = 6) -> tuple[list[list[int]], list[list[float]]]:
     torch.manual_seed(5)
-    ids, logprobs = engine.complete([[3, 4]] * prompts, Sampling(stop_ids=(1,), pad_id=0), group_size=2)
+    asked = ([[3, 4]] * prompts, Sampling(stop_ids=(1,), pad_id=0), 2)
+    engine.begin(*asked)
+    ids, logprobs = engine.complete(*asked)
     return ids.tolist(), logprobs.tolist()
 
 

@@ -270,7 +270,7 @@ def test_no_completion_is_drawn_by_two_versions(vllm_servers, prompts):
         sampler, how = sampler_of(engine, mine, stop_ids=(), max_completion_tokens=160)
         how = replace(how, generators=Generators(CPU, 0))
         before = sum(server.begun for server in vllm_servers)
-        sampler.prefetch(prompts, 16, how)
+        sampler.begin(prompts, 16, how)
         until(lambda: sum(server.begun for server in vllm_servers) == before + 128)  # takes seconds from here on
         intruder.push(other, 0)
         drawn = sampler.draw(prompts, 16, how)
