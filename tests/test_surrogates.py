@@ -98,6 +98,7 @@ def assert_near(actual, expected, tolerance=1e-9):
 
 unit = st.floats(0.0, 1.0)
 positive = st.floats(0.1, 10.0)
+no_bound = st.just(math.inf)
 bounds = st.tuples(st.floats(0.0, 5.0), st.floats(0.0, 5.0)).map(sorted)
 
 
@@ -109,7 +110,9 @@ def topr(draw):
 
 SURROGATES = {
     # no epsilon of 0, where r = 1 would sit on a kink
-    "Clip": st.builds(Clip, st.floats(0.01, 2.0), st.none() | st.floats(0.01, 2.0), st.none() | st.floats(1.01, 5.0)),
+    "Clip": st.builds(
+        Clip, st.floats(0.01, 2.0) | no_bound, st.none() | st.floats(0.01, 2.0), st.none() | st.floats(1.01, 5.0)
+    ),
     "NoClip": st.just(NoClip()),
     "PSPO": st.builds(PSPO, unit),
     "P3O": st.builds(P3O, positive, st.just(0.0) | st.floats(0.0, 2.0)),
@@ -117,10 +120,10 @@ SURROGATES = {
     "TOPR": st.one_of(st.just(TOPR()), topr()),
     "REINFORCE": st.just(REINFORCE()),
     "CISPO": st.builds(CISPO, st.none() | unit, st.floats(0.0, 9.0)),
-    "GSPO": st.builds(GSPO, st.floats(1e-4, 1.0), st.floats(1e-4, 1.0)),
-    "GMPO": st.builds(GMPO, st.floats(0.01, 2.0)),
+    "GSPO": st.builds(GSPO, st.floats(1e-4, 1.0), st.floats(1e-4, 1.0) | no_bound),
+    "GMPO": st.builds(GMPO, st.floats(0.01, 2.0) | no_bound),
     "VESPO": st.sampled_from([VESPO(), VESPO(4, 0, 4, 0)]) | st.builds(VESPO, *[st.floats(0.0, 4.0)] * 4),
-    "DPPO": st.builds(DPPO, st.sampled_from(["tv", "kl"]), unit),
+    "DPPO": st.builds(DPPO, st.sampled_from(["tv", "kl"]), unit | no_bound),
 }
 
 
@@ -169,38 +172,11 @@ def test_values_worked_by_hand(surrogate, log_r, advantage, loss, gradient):
 # ---------------------------------------------------------------- limits and identities
 
 
-def near_batch(seed):
-    logprobs, old, *rest = smooth_batch(seed)
-    return old + 0.18 * torch.tanh(logprobs), old, *rest
-
-
 BATCHES = {
     "anywhere": hostile_batch,
     "not clamped": smooth_batch,
-    "r in (0.835, 1.198)": near_batch,
     "r = 1": lambda seed: (smooth_batch(seed)[1], *smooth_batch(seed)[1:]),
-    "one token": lambda seed: [tensor[:, :1] for tensor in smooth_batch(seed)],
 }
-
-
-@pytest.mark.parametrize(
-    ("surrogate", "where", "other"),
-    [
-        *((limit, "anywhere", NoClip()) for limit in (PSPO(0.0), Clip(math.inf), Clip(1.0, epsilon_high=math.inf))),
-        *((limit, "anywhere", NoClip()) for limit in (DPPO("tv", 1.0), DPPO("kl", math.inf))),
-        (CISPO(0.0, 0.0), "anywhere", REINFORCE()),
-        (GMPO(math.inf), "anywhere", GSPO(math.inf, math.inf)),
-        *((clip, "r in (0.835, 1.198)", NoClip()) for clip in (Clip(0.2), Clip(0.2, 0.3), Clip(0.2, delta=1.9))),
-        (GSPO(0.2, 0.3), "one token", Clip(0.2, 0.3)),
-        (GMPO(math.inf), "one token", NoClip()),
-    ],
-    ids=str,
-)
-def test_where_surrogates_are_the_same(surrogate, where, other):
-    for seed in range(10):
-        pairs = (loss_and_gradient(each, *BATCHES[where](seed)) for each in (surrogate, other))
-        for actual, expected in zip(*pairs, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -116,17 +116,6 @@ def test_aggregates_worked_by_hand(how, expected):
     assert aggregate(per_token_loss, mask, how, Counts(4, 3, 20)).item() == pytest.approx(expected, rel=1e-6)
 
 
-@each_how
-@pytest.mark.parametrize("tokens", [0, 7])
-def test_an_all_masked_microbatch_is_0_with_gradient_0(how, tokens):
-    # tokens = 0: nothing in the whole minibatch; 7: the other microbatches hold them
-    per_token_loss = torch.randn(3, 4, requires_grad=True)
-    loss = aggregate(per_token_loss, torch.zeros(3, 4, dtype=torch.bool), how, Counts(tokens, 3, 4))
-    (gradient,) = torch.autograd.grad(loss, per_token_loss)
-    assert loss.item() == 0.0
-    assert torch.equal(gradient, torch.zeros(3, 4))
-
-
 def test_a_subclass_of_a_term_does_not_inherit_that_it_is_silent_at_zero_advantage():
     class Everywhere(OffPolicyMask):
         pass

@@ -25,7 +25,7 @@ from processes import one_layer
 import pspo.distributed
 import pspo.rollout.types
 from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
-from pspo.losses import GSPO, P3O, PSPO, TOPR, NoClip, Surrogate, log_ratio
+from pspo.losses import GSPO, PSPO, TOPR, NoClip, Surrogate, log_ratio
 from pspo.run.prepare import prepare
 from pspo.update import step as update_step
 from pspo.update import update
@@ -283,14 +283,3 @@ def test_what_fills_up_the_passes_of_a_rank_is_of_its_own(monkeypatch):
     batches = split_minibatches(rollout, advantages, make_config(), 10**6, is_sharded=True)[0].batches
     assert len({id(batch) for batch in batches}) == 3
     assert [bool(batch.rollout.loss_mask.any()) for batch in batches] == [True, False, False]
-
-
-def test_rows_left_out_are_counted():
-    rollout, advantages = make_rollout()
-    for surrogate in (NoClip(), P3O(), P3O(kl_coef=0.5)):
-        (minibatch,) = split_minibatches(rollout, advantages, make_config(surrogate), 60)
-        counts, batches = minibatch.counts, minibatch.batches
-        assert counts.tokens == int(rollout.completion_mask.sum())
-        assert counts.sequences == 16
-        kept = sorted(int(text) for batch in batches for text in batch.rollout.texts)
-        assert kept == [i for i in range(16) if advantages[i] != 0 or not surrogate.silent_at_zero_advantage]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
-from pspo.model import token_logprobs
 from pspo.rollout.prompts import Prompts, completion_columns
 from pspo.rollout.sampler import How, PolicySampler, left_pad, make_rollout
 from pspo.rollout.types import Completions, Rollout, Sampling
@@ -131,37 +130,31 @@ def start_engine(
     prompts: dict[str, Prompts],
     how: How,
 ) -> EngineSampler:
-    """Start an engine for the prompts of all splits, and check that it draws by the policy."""
+    """Start an engine for the prompts of all splits, and check that it draws by the policy.
+
+    Raises ValueError if log-probs of a few tokens differ from the policy's by more than `Engine.tolerance` on average:
+    they are not of one model at one temperature.
+    """
     longest = max(len(ids) for split in prompts.values() for ids in split.ids)
     most = completion_columns(config.rollout.max_completion_tokens, config.rollout.environment is not None)
     engine.start(config, longest + most, learner.policy.device)
     sampler = EngineSampler(engine, learner, by_model)
-    train = prompts["train"]
-    error = check_engine(sampler, train.take(range(min(8, len(train)))), how)
-    if not config.run.quiet:
-        print(f"engine  {type(engine).__name__}: log-probs are the policy's within {error:.1g} nats on average")
-    return sampler
-
-
-@torch.no_grad()
-def check_engine(sampler: EngineSampler, prompts: Prompts, how: How) -> float:
-    """Mean difference, in nats, of an engine's log-probs and the policy's of a few tokens that it draws.
-
-    Raises ValueError if it is above `Engine.tolerance`: they are not of one model at one temperature.
-    """
-    name = type(sampler.engine).__name__
+    name = type(engine).__name__
     limit = min(how.sampling.max_completion_tokens, 32)
     short = replace(how.sampling, logprobs=True, max_completion_tokens=limit)
+    few = prompts["train"].take(range(min(8, len(prompts["train"]))))
     try:
-        with torch.random.fork_rng(devices=[]):
-            rollout = sampler.draw(prompts, 2, replace(how, sampling=short))
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            rollout = sampler.draw(few, 2, replace(how, sampling=short))
     except EngineError as error:
         raise ValueError(f"--rollout.engine {name} fails on a small batch: {error}") from error
-    expected = token_logprobs(sampler.learner.policy, *rollout.token_ids, short.temperature).cpu()
+    expected = rollout.logprobs(learner.policy, short.temperature).cpu()
     error = (rollout.sampler_logprobs - expected)[rollout.completion_mask].abs().mean().item()
-    if not error <= sampler.engine.tolerance:
+    if not error <= engine.tolerance:
         raise ValueError(
             f"--rollout.engine {name}: its log-probs differ from the policy's by {error:.2g} nats on average: "
             "they are not of one model. Leave --rollout.engine out for this model"
         )
-    return error
+    if not config.run.quiet:
+        print(f"engine  {name}: log-probs are the policy's within {error:.1g} nats on average")
+    return sampler

@@ -96,7 +96,7 @@ def generate(
     if (sampling.decoder == "hf" and sampling.logprobs) or (sampling.decoder != "pspo" and sampling.nucleus):
         raise ValueError(f"decoder={sampling.decoder} records no nucleus, and hf no logprobs")
     decode = DECODERS[sampling.decoder]
-    stop_strings = stop_string_criteria(tokenizer, sampling)
+    stop_strings = stop_string_criteria(tokenizer, sampling) if sampling.stop_strings else None
     max_rows = sampling.max_rows
     if generators is not None and generators.max_rows is not None:
         max_rows = min(max_rows, generators.max_rows)
@@ -149,8 +149,8 @@ def make_rollout(
     prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
     prompt_mask = prompt_mask.repeat_interleave(group_size, dim=0)
     is_stop = torch.isin(ids, torch.tensor(sampling.stop_ids, dtype=torch.long))
-    stop_strings = stop_string_criteria(tokenizer, sampling)
-    if stop_strings is not None:
+    if sampling.stop_strings:
+        stop_strings = stop_string_criteria(tokenizer, sampling)
         is_stop |= torch.stack([stop_strings(ids[:, : t + 1], None) for t in range(width)], dim=1)
     terminated = is_stop.any(dim=1)
     lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
@@ -164,9 +164,9 @@ def make_rollout(
     return Rollout(prompt_ids, prompt_mask, ids, mask, terminated, texts, logprobs, nucleus)
 
 
-def stop_string_criteria(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> StopStringCriteria | None:
-    """Finds the rows (b, t) whose last token completes a stop string; None without stop strings."""
-    return StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
+def stop_string_criteria(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> StopStringCriteria:
+    """Finds the rows (b, t) whose last token completes a stop string."""
+    return StopStringCriteria(tokenizer, list(sampling.stop_strings))
 
 
 def decode_greedily(
