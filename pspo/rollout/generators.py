@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,15 +49,14 @@ class Generators:
     draws from them, or seeds, changes no completion. Making one seeds all. The state is that of both, on this rank.
 
     Attributes:
-        max_rows: at most so many rows are decoded at a time since memory has run out. What is drawn depends on it, so
-            it is a part of the state.
+        max_rows: at most so many are decoded at a time once memory has run out. What is drawn depends on it, too.
     """
 
     per_rank = True
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device = device
-        self.max_rows: int | None = None
+        self.max_rows = math.inf
         self.seed(seed)
 
     def seed(self, seed: int, steps: int = 0) -> None:

@@ -95,11 +95,9 @@ def generate(
     """
     if (sampling.decoder == "hf" and sampling.logprobs) or (sampling.decoder != "pspo" and sampling.nucleus):
         raise ValueError(f"decoder={sampling.decoder} records no nucleus, and hf no logprobs")
-    decode = DECODERS[sampling.decoder]
+    complete = DECODERS[sampling.decoder]
     stop_strings = stop_string_criteria(tokenizer, sampling) if sampling.stop_strings else None
-    max_rows = sampling.max_rows
-    if generators is not None and generators.max_rows is not None:
-        max_rows = min(max_rows, generators.max_rows)
+    max_rows = sampling.max_rows if generators is None else min(sampling.max_rows, generators.max_rows)
     states = torch_states(model.device)
     while True:
         if max_rows < group_size:  # then each row computes its prompt itself
@@ -110,7 +108,7 @@ def generate(
             parts = []
             for i in range(0, len(prompts), at_a_time):
                 prompt_ids, prompt_mask = left_pad(prompts[i : i + at_a_time], sampling.pad_id)
-                completions = decode(model, prompt_ids, prompt_mask, sampling, stop_strings, group_size)
+                completions = complete(model, prompt_ids, prompt_mask, sampling, stop_strings, group_size)
                 parts.append(make_rollout(tokenizer, prompt_ids, prompt_mask, completions, sampling))
             return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
         except RuntimeError as error:
