@@ -348,12 +348,6 @@ class AlgorithmConfig(Section, name="algorithm"):
             terms.append(losses.EntropyBonus(self.entropy_coef))
         return terms
 
-    @property
-    def silent_at_zero_advantage(self) -> bool:
-        """True if no loss is left where A = 0: such rows may be left out."""
-        pieces = (self.surrogate, *self.loss_terms)
-        return all(getattr(piece, "silent_at_zero_advantage", False) for piece in pieces)
-
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section, name="optimizer"):

@@ -58,7 +58,7 @@ class Run:
         names = ("stream", "learner", "validator", "recorder", "delay", "generators")  # a delay's state ends a drawing
         parts = {name: getattr(self, name) for name in names}
         parts["algorithm.surrogate"] = self.config.algorithm.surrogate
-        parts |= {f"algorithm.terms.{i}": term for i, term in enumerate(self.config.algorithm.terms)}
+        parts |= {f"algorithm.terms.{i}": term for i, term in enumerate(self.config.algorithm.loss_terms)}
         self.checkpointer = Checkpointer(self.config, parts, self.output)
 
     def start(self) -> None:

@@ -66,7 +66,8 @@ def split_minibatches(
     lengths = Lengths(prompt_lengths, rollout.completion_mask.sum(dim=1).tolist(), group_size, shares_prompts)
     loss_tokens = rollout.loss_mask.sum(dim=1)
     has_gradient = loss_tokens > 0
-    if config.algorithm.silent_at_zero_advantage:
+    pieces = (config.algorithm.surrogate, *config.algorithm.loss_terms)
+    if all(getattr(piece, "silent_at_zero_advantage", False) for piece in pieces):
         has_gradient &= whole.advantages.any(dim=1)
 
     minibatches = []
