@@ -45,9 +45,8 @@ def local_device() -> torch.device:
 
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [str(gpu) for gpu in range(torch.cuda.device_count())]
+    every = ",".join(str(gpu) for gpu in range(torch.cuda.device_count()))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", every)
     return visible.split(",") if visible else []
 
 

@@ -173,8 +173,7 @@ class GraphDecoder:
             size //= 2
         if size < n:
             order = self.ended[:n].long().argsort(stable=True)[:size]
-            by_row = (self.tokens, self.positions, self.visible, self.ended, self.rows, *self.keys, *self.values)
-            for buffer in by_row:
+            for buffer in (self.tokens, self.positions, self.visible, self.ended, self.rows, *self.keys, *self.values):
                 buffer[:size] = buffer[order]
         return size
 
