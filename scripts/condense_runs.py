@@ -2,8 +2,9 @@
 
 Columns: the experiment, the method, the switches that differ between the runs, the seed; reward (mean training reward
 over all rollouts), kl_sampler_old (mean KL in nats from the drawing policy to that before the update, where ratios are
-to the latter), validation (last validation reward), accuracy (greedy, of the final model), returned_accuracy (of
-the best model by validation), untrained_accuracy and best_step.
+to the latter), validation (last validation reward), accuracy (greedy, of the final model), returned_accuracy (of the
+best model by validation), untrained_accuracy and best_step; of a sweep's evaluations, greedy, NAME_reward and
+NAME_gold_anywhere of the returned model, and untrained_NAME_... of the one that it began with.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import pandas as pd
 
 from pspo.cli.files import write_text
 from pspo_lab.runs import Runs, read_runs
-from pspo_lab.settings import SEED, SURROGATE, methods
+from pspo_lab.settings import MODEL, SEED, SURROGATE, methods
 
 ROOMS = ("algorithm.", "model.", "optimizer.", "rollout.")
 
@@ -42,6 +43,18 @@ def summary_numbers(runs: Runs) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
+def evaluation_numbers(runs: Runs) -> pd.DataFrame:
+    """Greedy mean rewards and shares with the gold answer, in percent, by run, of evaluations in the runs' folders."""
+    values = runs.numbers[runs.numbers["group"].isna() & runs.numbers["evaluation"].ne("summary")]
+    values = values[values["measure"].isin(["mean_reward", "gold_anywhere"]) & values["temperature"].isin(["0", 0])]
+    names = values["evaluation"] + "_" + values["measure"].str.replace("mean_", "")
+    values = values.assign(name=names, value=100 * values["value"])
+    before = values["stage"] == "before"
+    untrained = values[before].pivot(index="model", columns="name", values="value").add_prefix("untrained_")
+    trained = values[~before].pivot(index="run", columns="name", values="value")
+    return trained.join(untrained.reindex(runs.configs[MODEL]).set_index(runs.configs.index))
+
+
 def condense(runs: Runs) -> pd.DataFrame:
     """A row per finished run, in order of experiments and settings."""
     runs = runs.take(runs.finished())
@@ -54,7 +67,7 @@ def condense(runs: Runs) -> pd.DataFrame:
     if "kl_sampler_old" in runs.metrics:
         rows["kl_sampler_old"] = rollouts["kl_sampler_old"].mean()
     rows["validation"] = rollouts["validation_reward"].last()
-    return rows.join(summary_numbers(runs)).dropna(axis="columns", how="all")
+    return rows.join(summary_numbers(runs)).join(evaluation_numbers(runs)).dropna(axis="columns", how="all")
 
 
 def main() -> None:
