@@ -56,6 +56,12 @@ def test_services_get_the_lines_of_metrics_jsonl(here, fake, name):
     rows = [row for table in tables for row in table]
     assert rows == [{name: sample[name] for name in rows[0]} for sample in samples]
     assert {"prompt", "completion", "reward", "advantage"} <= rows[0].keys()
+    calls.clear()
+    pspo.train.main([*ARGS, f"--run.tracker={name}", "--run.max_steps=6"])
+    (_, resumed), (_, _, step), *_ = calls
+    assert (resumed["name"], resumed["resume"], step) == ("out", "allow", 6)  # the same run, and its next step
+    assert resumed.get("id") == started.get("id")
+    assert (started["resume"], "id" in started) == {"wandb": ("allow", True), "trackio": ("never", False)}[name]
 
 
 def test_tensorboard_holds_the_lines_of_metrics_jsonl(here):

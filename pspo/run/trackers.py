@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,20 @@ class TensorBoard:
 
 
 class Service:
-    """wandb, or trackio, which has wandb's functions; every start is a run named as its folder, in project "pspo"."""
+    """wandb, or trackio, which has wandb's functions: a run named as its folder, in project "pspo".
 
-    def __init__(self, name: str, folder: Path, config: dict[str, Any]):
+    A resumed run continues its curves: wandb knows it by the id in its folder, trackio by its name.
+    """
+
+    def __init__(self, name: str, folder: Path, config: dict[str, Any], step: int):
         self.module = importlib.import_module(MODULES[name])
-        where = {"dir": str(folder)} if name == "wandb" else {}  # trackio has one folder for all runs
-        self.module.init(project="pspo", name=folder.resolve().name, config=config, **where)
+        arguments = {"resume": "allow" if step else "never"}
+        if name == "wandb":
+            file = folder / "wandb-id"
+            if not file.exists():
+                file.write_text(secrets.token_hex(8))
+            arguments = {"resume": "allow", "id": file.read_text(), "dir": str(folder)}
+        self.module.init(project="pspo", name=folder.resolve().name, config=config, **arguments)
 
     def log(self, metrics: dict[str, float], step: int, rows: list[list[Any]]) -> None:
         self.module.log(metrics | {"completions": self.module.Table(columns=COLUMNS, data=rows)}, step=step)
@@ -53,7 +62,7 @@ def check_tracker(name: str) -> None:
 
 
 def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int) -> TensorBoard | Service:
-    return TensorBoard(folder, step) if name == "tensorboard" else Service(name, folder, config)
+    return TensorBoard(folder, step) if name == "tensorboard" else Service(name, folder, config, step)
 
 
 def log_rollout(tracker: TensorBoard | Service, line: dict[str, float], samples: list[dict[str, Any]]) -> None:
