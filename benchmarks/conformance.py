@@ -29,6 +29,7 @@ from importlib import import_module, metadata, util
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -41,16 +42,21 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
+import pspo_bridge.trl
 from pspo.losses import (
     CISPO,
     DPPO,
     GMPO,
     GSPO,
+    P3O,
+    PSPO,
     REINFORCE,
     SAPO,
+    TOPR,
     VESPO,
     Clip,
     Counts,
+    NoClip,
     Surrogate,
     aggregate,
 )
@@ -64,6 +70,10 @@ ROWS = 8
 MICROBATCH = 4
 T = 12
 LIMIT = 16  # the configured completion limit
+BRIDGED = [
+    PSPO(), NoClip(), Clip(), P3O(4.0, 0.1), SAPO(), TOPR(), REINFORCE(), CISPO(None, 0.2), GSPO(0.1, 0.2), GMPO(0.1),
+    VESPO(), DPPO(),
+]  # fmt: skip
 LENGTHS = torch.tensor([12, 1, 7, 9, 3, 0, 11, 5])[:, None]  # row 5: masked out
 REWARDS = [1.0, 0.05, 0.0, 0.0, 1.0, 1.0, 0.0, 0.05]
 CAP = 1.5
@@ -164,10 +174,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_trainer(
     arguments: dict[str, Any], beta: float = 0.0, correction: str = "none", model: Any = None,
-    rewards: Sequence[Sequence[float]] = (REWARDS,), microbatch: int = MICROBATCH,
+    rewards: Sequence[Sequence[float]] = (REWARDS,), microbatch: int = MICROBATCH, surrogate: Surrogate | None = None,
 ) -> GRPOTrainer:  # fmt: skip
+    """A trainer of TRL's; with a surrogate the bridge's."""
+    bridged = (partial(pspo_bridge.trl.GRPOTrainer, surrogate=surrogate), GRPOConfig)
     own = {"gmpo": (GMPOTrainer, GMPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
-    kinds = own.get(arguments.get("loss_type"), (GRPOTrainer, GRPOConfig))
+    kinds = bridged if surrogate else own.get(arguments.get("loss_type"), (GRPOTrainer, GRPOConfig))
     config = kinds[1](
         output_dir="build/conformance", per_device_train_batch_size=microbatch, num_generations=4, use_cpu=True,
         gradient_accumulation_steps=ROWS // microbatch, max_completion_length=LIMIT, beta=0.0, bf16=False,
@@ -194,16 +206,16 @@ def trl_scored(trainer: GRPOTrainer, b: Batch) -> dict[str, Tensor]:
     sampled = [row[:length].tolist() for row, length in zip(b["sampler"], lengths, strict=True)]
     rest = ([""] * ROWS,) if isinstance(trainer, RLOOTrainer) else (None, [""] * ROWS, sampled, {}, None, None)
     trainer._generate = lambda prompts: ([[3, 4]] * ROWS, ids, *rest)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (b["old"], None, None)
-    return trainer._generate_and_score_completions([{"prompt": "w3 w4"} for _ in range(ROWS)])
+    with patch.object(trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: (b["old"], None, None)):
+        return trainer._generate_and_score_completions([{"prompt": "w3 w4"} for _ in range(ROWS)])
 
 
 def trl(
     beta: float = 0.0, correction: str = "none", scale: float = 1.0, tokens: int = COUNTS.tokens,
-    microbatch: int = MICROBATCH, **arguments: Any,
+    microbatch: int = MICROBATCH, surrogate: Surrogate | None = None, **arguments: Any,
 ) -> Loss:  # fmt: skip
-    """``tokens``: of all minibatches of the rollout."""
-    trainer = make_trainer(arguments, beta, correction, microbatch=microbatch)
+    """``tokens``: of all minibatches of the rollout; ``surrogate``: through the bridge."""
+    trainer = make_trainer(arguments, beta, correction, microbatch=microbatch, surrogate=surrogate)
     trainer.vllm_importance_sampling_clip_min = None
     weights = None
     if correction != "none":
@@ -213,7 +225,7 @@ def trl(
 
     def loss(b: Batch) -> Tensor:
         nonlocal first
-        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (b["new"], entropies(b), None)
+        outputs = (b["new"], entropies(b), None)
         ids = torch.full_like(b["mask"], 5, dtype=torch.long)
         rows = len(b["mask"])
         inputs = {
@@ -224,7 +236,9 @@ def trl(
             "importance_sampling_ratio": None if weights is None else weights[first : first + rows],
         }  # fmt: skip
         first = (first + rows) % ROWS
-        return scale * trainer._compute_loss(trainer.model, inputs)
+        kind = RLOOTrainer if isinstance(trainer, RLOOTrainer) else GRPOTrainer  # below the bridge's
+        with patch.object(kind, "_get_per_token_logps_and_entropies", lambda *_, **__: outputs):
+            return scale * trainer._compute_loss(trainer.model, inputs)
 
     return loss
 
@@ -238,7 +252,7 @@ class ActorConfig:
     def __init__(self, **values: Any):
         whole = {"dp_size": 1, "batch_num_tokens": COUNTS.tokens, "global_batch_size": ROWS, "loss_scale_factor": LIMIT}
         defaults = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0,
-                    "tau_pos": 1.0, "tau_neg": 1.05, "global_batch_info": whole}  # fmt: skip
+                    "tau_pos": 1.0, "tau_neg": 1.05, "policy_loss": {}, "global_batch_info": whole}  # fmt: skip
         vars(self).update(defaults | values)
 
     def get(self, name: str, default: Any) -> Any:
@@ -256,7 +270,7 @@ def load_verl() -> tuple[types.ModuleType, types.ModuleType]:
         "verl.utils": ["as_torch_index", "group_mean_std"],
         "verl.utils.device": ["get_device_name", "get_torch_device"], "verl.trainer.config": ["AlgoConfig"],
         "verl.trainer.config.algorithm": ["RolloutCorrectionConfig"], "verl.workers": [], "verl.workers.config": [],
-        "verl.workers.config.actor": ["PolicyLossConfig"],
+        "verl.workers.config.actor": ["PolicyLossConfig", "ActorConfig"],
     }  # fmt: skip
     for name, contents in stubs.items():
         module = sys.modules.setdefault(name, types.ModuleType(name))
@@ -570,6 +584,23 @@ def advantage_table() -> list[tuple[str, float]]:
     return rows
 
 
+def bridge_table() -> list[tuple[str, list[float]]]:
+    """By surrogate the differences of loss and gradient through the bridge to TRL, then to verl: each the largest of
+    the three aggregations."""
+    import_module("pspo_bridge.verl")  # once verl is loaded
+    rows = []
+    for surrogate in BRIDGED:
+        name = f"pspo.{type(surrogate).__name__}"
+        pairs = []
+        for how in VERL_HOW:
+            mine = ours(surrogate, how)
+            there = trl(loss_type=how, surrogate=surrogate)
+            through_verl = verl(name, how, policy_loss={"arguments": vars(surrogate)})
+            pairs.append([*differences(mine, there), *differences(mine, through_verl)])
+        rows.append((repr(surrogate), [max(column) for column in zip(*pairs, strict=True)]))
+    return rows
+
+
 def main() -> int:
     versions = {name: metadata.version(name) for name in ("trl", "verl", "torch", "transformers")}
     print(", ".join(f"{name} {version}" for name, version in versions.items()) + "; float32\n")
@@ -590,6 +621,10 @@ def main() -> int:
         agree = differences(*each.agree, each.agree_bounds or each.bounds)[1]
         worst = max(worst, agree)
         print(f"| {each.name} | {each.there} | {apart:.0%} | {each.settings} | {agree:.1e} |")
+    print("\n| through the bridge | TRL: loss | gradient | verl: loss | gradient |\n|---|---|---|---|---|")
+    for name, values in bridge_table():
+        worst = max(worst, *values)
+        print(f"| `{name}` | {' | '.join(f'{value:.1e}' for value in values)} |")
     print("\n| through a model | difference |\n|---|---|")
     through = {
         **{f"`Clip(0.2)`, `{how}`": through_model(Clip(0.2), how) for how in ("dapo", "grpo", "dr_grpo")},

@@ -66,10 +66,16 @@ def test_imports_point_down_and_never_in_a_circle():
     graphlib.TopologicalSorter(files).prepare()  # raises CycleError
 
 
-def test_the_trainer_imports_neither_of_the_other_packages():
+def test_the_trainer_imports_none_of_the_other_packages():
     for name in FILES.keys() - {"__main__.py"}:
         packages = {module.partition(".")[0] for module in imported(TREES[name])}
-        assert not packages & {"pspo_lab", "pspo_vllm"}, name
+        assert not packages & {"pspo_lab", "pspo_vllm", "pspo_bridge"}, name
+
+
+def test_the_bridge_imports_the_losses_alone():
+    for file in (PACKAGE.parent / "pspo_bridge").glob("*.py"):
+        modules = {module for module in imported(ast.parse(file.read_text())) if module.partition(".")[0] == "pspo"}
+        assert {module.partition(".")[2].partition(".")[0] for module in modules} <= {"losses"}, file
 
 
 @every_file
