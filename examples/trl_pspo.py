@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with PSPO's loss, on the embedded model: ``python examples/trl_pspo.py``, three minutes on a CPU.
+"""TRL's GRPOTrainer with PSPO's loss, on the embedded model: ``python examples/trl_pspo.py``, two minutes on a CPU.
 
 pip install -c constraints.txt -e '.[trl,lab]'
 pspo view runs/trl-pspo                                          # every token, as of a run of pspo

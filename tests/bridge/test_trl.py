@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -15,6 +16,7 @@ from batches import SURROGATES, random_batch
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO, TOPR, Clip, Counts, Surrogate, aggregate
 from pspo.model import load_policy, load_tokenizer
+from pspo.model.find import ASSETS
 from pspo.rollout import Rollout
 from pspo.update import Learner, update
 from pspo_lab.view_command import main as view
@@ -224,6 +226,21 @@ def test_wrong_settings_are_refused_in_one_line(tmp_path, surrogate, arguments, 
 def test_a_surrogate_of_a_user_is_named_by_its_import_path(tmp_path):
     trainer = make_trainer(tmp_path, {"class_path": "test_trl.Halved", "init_args": {"factor": 0.25}})
     assert trainer.surrogate == Halved(0.25)
+
+
+def test_the_lines_of_the_guide_make_a_trainer(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/guide/bridge.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```py\n(from datasets.*?)```", page, re.DOTALL)
+    prompts = Dataset.from_dict(
+        {"prompt": [[{"role": "user", "content": text}] for text in PROMPTS], "solution": [""] * 2}
+    )
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: prompts)
+    monkeypatch.setattr(GRPOTrainer, "train", lambda trainer: None)
+    names = {}
+    lines = lines.replace("Qwen/Qwen2.5-0.5B-Instruct", str(ASSETS / "tiny-base"))
+    exec(lines.replace("GRPOConfig(num", "GRPOConfig(use_cpu=True, bf16=False, num"), names)
+    assert names["trainer"].surrogate == PSPO(0.1)
+    assert len(names["trainer"].records) == 1
 
 
 def test_another_way_to_the_loss_is_refused(trainer, monkeypatch):
