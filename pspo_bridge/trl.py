@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from pspo.losses import Surrogate, diagnose
-from pspo_bridge import Evaluation, evaluate, make_surrogate
+from pspo_bridge import BUILT_IN, Evaluation, evaluate, make_surrogate
 
 AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # values of loss_type whose losses are PPO's clip
 REPLACED = (  # arguments of losses of TRL's
@@ -303,6 +303,7 @@ def run_settings(trainer: GRPOTrainer, args: trl.GRPOConfig, max_steps: int, rec
     """TRL's arguments as switches of pspo: those that docs/guide/trl.md translates."""
     surrogate = trainer.surrogate
     kind = type(surrogate)
+    module = "pspo.losses" if kind.__name__ in BUILT_IN else kind.__module__
     fields = dataclasses.asdict(surrogate) if dataclasses.is_dataclass(surrogate) else {}
     dataset = getattr(trainer.train_dataset, "info", None)
     return {
@@ -317,7 +318,7 @@ def run_settings(trainer: GRPOTrainer, args: trl.GRPOConfig, max_steps: int, rec
             "top_k": args.top_k,
         },
         "algorithm": {
-            "surrogate": {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": fields},
+            "surrogate": {"class_path": f"{module}.{kind.__name__}", "init_args": fields},
             "epochs": args.num_iterations,
             "minibatches": max(1, args.steps_per_generation // args.gradient_accumulation_steps),
             "aggregation": args.loss_type,

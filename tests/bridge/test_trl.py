@@ -195,6 +195,7 @@ def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, capsys):
     assert [len(group["completions"]) for group in page["groups"]] == [GROUP, GROUP]
     assert {group["prompt"] for group in page["groups"]} <= set(PROMPTS)
     assert page["runs"][0]["method"] == "PSPO"
+    assert page["runs"][0]["curve"] is not None
 
 
 @dataclass(frozen=True)
