@@ -9,11 +9,11 @@ A *number* is an optional sign (`+`, `-`, U+2212, U+2013 ...) and one of
     \frac{1}{2}   \dfrac12   \tfrac{-1}{2}     LaTeX, of integers; LaTeX's own commas `1,\!000`, `1{,}000` too
     2 1/2   2\frac{1}{2}                       an integer and such a fraction: their sum
 
-- A number is whole or it is none: what stands at it and changes its value makes it no number, a power, a root, a
-  factorial, pi (`2^5`, `2\sqrt{3}`, `5!`), and so do a zero denominator, over 1,000 digits or a longer exponent.
+- A number is whole or it is none. A power, a root, pi or a factorial at it makes the whole no number: `2^5`, `5!`,
+  `2\sqrt{3}`; so do a zero denominator, over 1,000 digits and a longer exponent.
 - `1,2`, `12,34` and `1234,567` are two numbers each; `12/25/2024` is three. `100-50` and `6*7` hold two numbers.
 - A sign counts only where no digit, letter or `)` stands right before it. A currency sign may follow it: `-$5` is -5.
-  With a blank behind it, it counts only at the beginning and after `=`, `:` or an opening bracket: `x = - 5`.
+  With a blank behind it, it counts only at the beginning and after `=`, `<`, `*`, `$` or an opening bracket.
 - A leading `.` counts only where no digit, letter or `.` stands before it.
 - What is glued to the digits otherwise plays no part: `5kg`, `x5`, `50%` and `\boxed{5}` hold 5, 5, 50 and 5.
 - An answer is read after the thoughts `<think>...</think>`; a completion whose last one is not closed has none.
