@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pspo import losses
-from pspo.tasks.datasets import has_text_answers, holdout_share
 from pspo.tasks.files import local_path
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
@@ -55,6 +54,8 @@ class Section:
                 path = local_path(value)
                 if value.startswith("~"):
                     object.__setattr__(self, part.name, str(path))
+            if part.name in ("engine", "environment") and isinstance(value, str):
+                object.__setattr__(self, part.name, {"class_path": value})
             if part.metadata and value is not None:
                 is_within = all(COMPARISONS[name](value, limit) for name, limit in part.metadata.items())
                 rule = " and ".join(f"{name} {limit}" for name, limit in part.metadata.items())
@@ -201,15 +202,8 @@ class DataConfig(Section, name="data"):
         object.__setattr__(self, "columns", {"prompt": "prompt", "answer": "answer"} | self.columns)
         if self.name == "arithmetic" and self.path is not None:
             object.__setattr__(self, "name", "file")
-        if self.answer_kind is None and self.is_own and has_text_answers(Path(self.path), self.columns["answer"]):
-            object.__setattr__(self, "answer_kind", "text")
         rule = "must have no keys but config, revision and splits"
         require(self.hub.keys() <= {"config", "revision", "splits"}, "data.hub", rule, self.hub)
-
-    @property
-    def is_own(self) -> bool:
-        """True for a user's file or folder that exists."""
-        return self.name == "file" and self.path is not None and Path(self.path).exists()
 
     @property
     def numeric(self) -> bool:
@@ -439,12 +433,6 @@ class TrainConfig:
             needed = self.draws_by_engine and not self.ratios_to_engine
             correction = "token_truncate" if needed else "none"
             object.__setattr__(self, "algorithm", replace(self.algorithm, correction=correction))
-        holdout = self.data.holdout
-        if self.data.is_own and self.run.test_limit:
-            holdout = holdout_share(Path(self.data.path), holdout)
-            if holdout is None:  # nothing to test on
-                object.__setattr__(self, "run", replace(self.run, test_limit=0))
-        object.__setattr__(self, "data", replace(self.data, holdout=holdout or 0.0))
         self.check_sampling()
         self.check_steps()
 
@@ -558,6 +546,3 @@ class EvaluateConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: EvalRunConfig = field(default_factory=EvalRunConfig)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "data", replace(self.data, holdout=self.data.holdout or 0.0))

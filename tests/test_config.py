@@ -1,8 +1,10 @@
 """Configuration: defaults, switches and files, plug-ins by import path, round trips, help, and refused values."""
 
 import importlib
+import os
 import re
 import sys
+import threading
 import time
 import typing
 from dataclasses import dataclass, fields, replace
@@ -13,7 +15,7 @@ import yaml
 
 import pspo.__main__
 from pspo.cli.files import to_yaml
-from pspo.cli.parse import parse, switch_types
+from pspo.cli.parse import parse, resolve, switch_types
 from pspo.config import TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
 from pspo.losses import CISPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip, OffPolicyMask, Surrogate
 from pspo.tasks import FormatReward, MathReward
@@ -46,7 +48,7 @@ def sections(config_class: type) -> dict[str, list[str]]:
 
 def test_tiny_yaml_is_the_default_configuration_and_spells_out_every_field(capsys):
     content = yaml.safe_load(TINY.read_text(encoding="utf-8"))
-    assert train_config("--config", str(TINY)) == TrainConfig()
+    assert train_config("--config", str(TINY)) == resolve(TrainConfig())
     assert {part: list(leaves) for part, leaves in content.items()} == sections(TrainConfig)
     with pytest.raises(SystemExit) as exit_:
         train_config("--print_config")
@@ -60,7 +62,7 @@ def test_switches_override_and_null_unsets():
         "--model.gradient_checkpointing", "--model.name_or_path", "123", "--run.output_dir=2024",
         "--data.limit=7", "--data.limit=null", "--reward.functions", "FormatReward", "--rollout.stop_strings=[a, b]",
     )  # fmt: skip
-    default = TrainConfig()
+    default = resolve(TrainConfig())
     assert config == replace(
         default,
         model=replace(default.model, gradient_checkpointing=True, name_or_path="123"),
@@ -117,12 +119,18 @@ def test_the_later_of_file_and_switch_wins(tmp_path):
         ),
         (["--config=dapo", "--algorithm.surrogate=Clip"], Clip()),
         (["--config=dapo", "--algorithm.surrogate={init_args: {epsilon: 0.1}}"], Clip(0.1, 0.28)),
+        (["--config=dapo", "--algorithm=part.yaml"], GSPO()),  # no epsilon_high of dapo's
+        (["--config=dapo", "--config=pipe"], GSPO(0.01)),
     ],
     ids=str,
 )
 def test_a_class_begins_with_its_own_defaults(yaml_file, tmp_path, monkeypatch, args, expected):
     yaml_file("algorithm: {surrogate: {class_path: GSPO, init_args: {epsilon: 0.01}}}\n")
     monkeypatch.chdir(tmp_path)
+    Path("part.yaml").write_text("surrogate: GSPO\n")
+    os.mkfifo("pipe")
+    writer = threading.Thread(target=Path("pipe").write_bytes, args=[Path("own.yaml").read_bytes()], daemon=True)
+    writer.start()
     assert train_config(*args).algorithm.surrogate == expected
 
 

@@ -69,7 +69,7 @@ def test_files_say_what_the_paper_says(base):
         config, _ = parse(TrainConfig, "pspo.train", switches(method, base, words))
         assert config == TrainConfig(
             model=ModelConfig(name_or_path=model, autocast="bf16", gradient_checkpointing=model.endswith("7B")),
-            data=DataConfig(name=data, max_prompt_tokens=512, system_prompt=SYSTEM_PROMPT),
+            data=DataConfig(name=data, holdout=0.0, max_prompt_tokens=512, system_prompt=SYSTEM_PROMPT),
             rollout=RolloutConfig(
                 prompts=32, group_size=4, max_completion_tokens=128, temperature=0.6, top_p=0.85, top_k=0
             ),

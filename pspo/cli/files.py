@@ -76,14 +76,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return _parse(path, path.read_bytes(), json.loads)
 
 
-def read_config(path: Path) -> Settings:
+def read_config(path: Path, load: Callable[[str], Any] = yaml.safe_load) -> Settings:
     """The nested configuration in a YAML file; ValueError for a key that stands twice."""
-    return _parse(path, path.read_bytes(), _load_yaml)
 
+    def load_checked(content: bytes) -> Any:
+        check_yaml(content)
+        return load(content.decode("utf-8-sig"))
 
-def _load_yaml(content: bytes) -> Any:
-    check_yaml(content)
-    return yaml.safe_load(content)
+    return _parse(path, path.read_bytes(), load_checked)
 
 
 def check_yaml(content: str | bytes) -> None:

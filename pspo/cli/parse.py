@@ -12,25 +12,24 @@ import copy
 import difflib
 import functools
 import inspect
-import json
 import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser, get_loader, set_dumper, set_loader
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_dumper, set_loader
 
 from pspo import distributed as dist
-from pspo.cli.files import Settings, argument_text, check_yaml, flat, read_config, to_yaml
+from pspo.cli.files import MAPPINGS, Settings, argument_text, check_yaml, read_config, to_yaml
 from pspo.cli.terminal import one_line, tolerate_output
 from pspo.config import PATHS
-from pspo.losses import Surrogate
 from pspo.model import is_out_of_memory
+from pspo.tasks.datasets import has_text_answers, holdout_share
 from pspo.tasks.files import local_path
 
 C = TypeVar("C")
@@ -51,20 +50,8 @@ HINTS = {  # of names that other trainers give to a switch
     "clip": "--algorithm.surrogate.epsilon 0.2, of a surrogate that clips",
     "learning_rate": "--optimizer.lr",
 }
-WITHOUT_ARGUMENTS = {  # a value of each switch that may name a class
-    "algorithm.surrogate": next(
-        cls.__name__ for cls in Surrogate.__subclasses__() if not inspect.signature(cls).parameters
-    ),
-    "algorithm.aggregation": "dapo",
-    "algorithm.advantages": "none",
-    "algorithm.correction": "none",
-    "algorithm.terms": "[]",
-    "reward.functions": "[]",
-    "rollout.engine": "null",
-    "rollout.environment": "null",
-    "eval.environment": "null",
-}
-SECTIONS_OF_CLASSES = {name.partition(".")[0] for name in WITHOUT_ARGUMENTS}
+RESOLVED = {*PATHS, "data.name", "data.columns", "run.test_limit", "rollout.engine", "rollout.environment",
+            "eval.environment"}  # fmt: skip
 load_yaml = get_loader("yaml")
 
 
@@ -88,40 +75,59 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
         return make_config(config_class, prog, sys.argv[1:] if args is None else args, {})
 
 
-def make_config(config_class: type[C], prog: str, words: Sequence[str], settings: Settings) -> tuple[C, Settings]:
+def make_config(config_class: type[C], prog: str, words: Sequence[str], given: Settings) -> tuple[C, Settings]:
     """`parse` words, and nested settings over them; raises ValueError. Prints and exits for --print_config."""
-    parser = make_parser(config_class, prog)
+    parser, defaults = make_parser(config_class, prog)
     switches = switch_types(config_class)
     topics = [*words[1:], ""]
     for word, topic in zip(words, topics, strict=False):
         if word in ("-h", "--help"):
             print_help(parser, topic, switches)
             raise SystemExit(0)
+    settings = copy.deepcopy(defaults)  # by switch
+    read_words([word for word in words if word != "--print_config"], switches, settings)
+    put_all(settings, given, switches)
     try:
-        namespace = parser.parse_args([*prepare_words(words, switches), *resets(settings, switches)])
-        if settings:
-            namespace = parser.parse_object(settings, namespace)
-        only_print = namespace.pop("print_config", False)
-        namespace.pop("config", None)
-        parser.validate(namespace, skip_unset=False)  # parse_args itself lets a file set any field to null
+        namespace = parser.parse_object(Namespace(settings))
+        namespace.pop("config")
+        namespace.pop("print_config")
+        parser.validate(namespace, skip_unset=False)
         values = parser.instantiate(namespace)
     except (ArgumentError, ImportError, TypeError, ValueError) as error:
         raise ValueError(short_message(error, switches)) from error
-    config = config_class(**{part.name: values[part.name] for part in fields(config_class)})
+    config = resolve(config_class(**{part.name: values[part.name] for part in fields(config_class)}))
     depending = {switch: attrgetter(switch)(config) for switch in switches if namespace[switch] is None}
-    if only_print:  # with null where a default depends on other switches: it does so, too, in a command with this file
-        defaults = [f"{switch} {argument_text(value)}" for switch, value in depending.items() if value is not None]
-        given = parser.dump(namespace, skip_unset=False, skip_validation=True)
-        print(given, end=f"# null stands for: {', '.join(defaults)}\n" if defaults else "")
+    if "--print_config" in words:  # with null where a default depends on other switches, as in a command with this file
+        unset = [f"{switch} {argument_text(value)}" for switch, value in depending.items() if value is not None]
+        text = parser.dump(namespace, skip_unset=False, skip_validation=True)
+        print(text, end=f"# null stands for: {', '.join(unset)}\n" if unset else "")
         raise SystemExit(0)
-    for switch in switches.keys() & {*depending, *PATHS, "data.name"}:  # depend on other switches, or on ~
+    for switch in switches.keys() & {*depending, *RESOLVED}:
         namespace[switch] = attrgetter(switch)(config)
     return config, yaml.safe_load(parser.dump(namespace, skip_unset=False, skip_validation=True))
 
 
+def resolve(config: C) -> C:
+    """The configuration with what a user's own data decides: the kind of its answers, and the share that is test."""
+    data = getattr(config, "data", None)
+    if data is None:
+        return config
+    run = config.run
+    path = Path(data.path or "")
+    if data.name == "file" and data.path and path.exists():
+        data = replace(data, path=os.path.abspath(path))  # the same data from any folder
+        if data.answer_kind is None and has_text_answers(path, data.columns["answer"]):
+            data = replace(data, answer_kind="text")
+        if getattr(run, "test_limit", 0):
+            data = replace(data, holdout=holdout_share(path, data.holdout))
+            if data.holdout is None:  # nothing to test on
+                run = replace(run, test_limit=0)
+    return replace(config, data=replace(data, holdout=data.holdout or 0.0), run=run)
+
+
 @functools.cache
-def make_parser(config_class: type, prog: str) -> ArgumentParser:
-    """The parser of a configuration class."""
+def make_parser(config_class: type, prog: str) -> tuple[ArgumentParser, Settings]:
+    """The parser of a configuration class, and the defaults by switch."""
     parser = ArgumentParser(
         prog,
         "%(prog)s [--config FILE] [--SWITCH VALUE ...]",
@@ -132,11 +138,14 @@ def make_parser(config_class: type, prog: str) -> ArgumentParser:
         formatter_class=Help,
     )
     names = f"YAML file, or {', '.join(METHODS)}; later switches override it"
-    parser.add_argument("--config", action=ActionConfigFile, metavar="FILE", help=names)
-    # jsonargparse's own would print before defaults that depend on other switches are filled in
+    parser.add_argument("--config", metavar="FILE", help=names)
     parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and exit")
     parser.add_class_arguments(config_class)
-    return parser
+    defaults: Settings = {}
+    put_all(defaults, parser.get_defaults(skip_validation=True).as_dict(), switch_types(config_class))
+    # a class that a switch names would take over arguments of the parser's own default
+    parser.set_defaults({switch: None for switch, value in defaults.items() if "class_path" in str(value)})
+    return parser, defaults
 
 
 def print_help(parser: ArgumentParser, topic: str, switches: dict[str, Any]) -> None:
@@ -183,83 +192,127 @@ def switch_types(config_class: type, prefix: str = "") -> dict[str, Any]:
     return types
 
 
-def prepare_words(words: Sequence[str], switches: dict[str, Any]) -> list[str]:
-    """Words with a method's file for its name, one value of a list in brackets, true for a switch without value, and
-    `resets` before a class.
+def read_words(words: Sequence[str], switches: dict[str, Any], settings: Settings) -> None:
+    """Put the switches and files of a command over settings, in order."""
+    arguments: dict[str, str] = {}  # the last one since the last file, by the switch of its class
+    for name, text in split_words(words):
+        key = name.removesuffix("+")
+        owner = owner_of(key, switches)
+        kind = switches.get(key, Any if "Any" in str(switches.get(owner)) else None)
+        is_section = any(switch.startswith(f"{key}.") for switch in switches)
+        if not owner and not is_section and name != "config":
+            raise ValueError(unknown_switch(name, text, switches))
+        if text is None and kind is not bool:
+            raise ValueError(f"argument --{name}: expected one argument")
+        if name == "config":
+            put_all(settings, read_config(config_file(text), load_yaml), switches)
+            arguments.clear()
+        elif is_section and local_path(text).is_file():
+            put_all(settings, read_config(local_path(text), load_yaml), switches, f"{name}.")
+        elif is_section:
+            put_all(settings, {name: word_value(name, kind, text)}, switches)
+        else:
+            value = word_value(name, kind, "true" if text is None else text)
+            if name.endswith("+"):
+                value = [*(settings[key] or []), *(value if isinstance(value, list) else [value])]
+            if key not in (owner, f"{owner}.class_path"):
+                arguments[owner] = name
+            elif owner in arguments:
+                raise ValueError(f"--{arguments[owner]} stands before --{owner} {text}: name the class first")
+            put(settings, key, value, owner)
 
-    Reads YAML files once, for their errors: jsonargparse names no file, and takes the last of two values of a key.
-    """
+
+def split_words(words: Sequence[str]) -> list[tuple[str, str | None]]:
+    """The switches of a command, without their dashes, each with its value if it has one."""
     pairs: list[tuple[str, str | None]] = []
     for word in words:
         if word.startswith("--"):
-            switch, equals, value = word.partition("=")
-            pairs.append((switch, value if equals else None))
+            name, equals, value = word.removeprefix("--").partition("=")
+            pairs.append((name, value if equals else None))
         elif pairs and pairs[-1][1] is None:
             pairs[-1] = (pairs[-1][0], word)
         else:
-            pairs.append((word, None))
-    prepared = []
-    named: set[str] = set()  # switches whose class a word has named since the last file
-    early: dict[str, str] = {}  # an argument of a class that none has named
-    for switch, value in pairs:
-        name = switch.removeprefix("--")
-        kind = switches.get(name)
-        owner = next((part for part in WITHOUT_ARGUMENTS if f"{name}.".startswith(f"{part}.")), None)
-        if switch == "--config" and value is not None:
-            value = config_file(value)
-            named.clear()
-            early.clear()
-            if Path(value).is_file():
-                prepared += resets(read_config(Path(value)), switches)
-        elif owner and name not in (owner, f"{owner}.class_path"):
-            if owner not in named:
-                early[owner] = name
-        elif value is not None and (owner or name in SECTIONS_OF_CLASSES):
-            if owner in early:
-                raise ValueError(f"--{early[owner]} stands before --{owner} {value}: name the class first")
-            named.add(owner or name)
-            with contextlib.suppress(yaml.YAMLError):  # which jsonargparse will name
-                prepared += resets({name: load_checked(value)}, switches)
-        if kind is bool and value is None:
-            value = "true"
-        elif get_origin(kind) is list and value is not None and not value.startswith("["):
-            is_text = kind == list[str] and value and value[0] not in "\"'"
-            value = json.dumps([value]) if is_text else f"[{value}]"  # a text may be white space
-        prepared.append(switch if value is None else f"{switch}={value}")
-    return prepared
+            raise ValueError(f"unrecognized arguments: {word}")
+    return pairs
 
 
-def resets(settings: Settings, switches: dict[str, Any]) -> list[str]:
-    """Words that empty the switches of classes which settings name: jsonargparse would hand a class the arguments of
-    the one before it that have the same names.
+def owner_of(name: str, switches: dict[str, Any]) -> str | None:
+    """The switch of this name, or that names a class with an argument of this name; None if there is none."""
+    return next((switch for switch in switches if f"{name}.".startswith(f"{switch}.")), None)
+
+
+def word_value(name: str, kind: Any, text: str) -> Any:
+    """The value of a word, whose lists, also of one value, and mappings are read here, all else by jsonargparse."""
+    if get_origin(kind) is list and not text.startswith("["):
+        if kind == list[str] and text and text[0] not in "\"'":
+            return [text]  # which may be white space
+        text = f"[{text}]"
+    elif get_origin(kind) is not list and kind is not Any and (text[:1] != "{" or kind in (str, str | None)):
+        return text
+    try:
+        return load_checked(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--{name} {text}: {error}") from error
+
+
+def put_all(settings: Settings, given: Settings, switches: dict[str, Any], prefix: str = "") -> None:
+    """Put the values of a nested configuration over settings."""
+    for name, value in given.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and not owner_of(key, switches):
+            put_all(settings, value, switches, f"{key}.")
+        else:
+            put(settings, key, value, owner_of(key, switches) or key)
+
+
+def put(settings: Settings, name: str, value: Any, owner: str) -> None:
+    """Set a switch, an argument of the class that it names, of the last one of a list, or an item of its mapping.
+
+    A class that is named begins with its own defaults: it takes over no argument of the one before it.
     """
-    named = {name.removesuffix(".class_path") for name in flat(settings)}
-    return [f"--{name}={value}" for name, value in WITHOUT_ARGUMENTS.items() if name in named and name in switches]
+    argument = name.removeprefix(owner).removeprefix(".")
+    if argument == "init_args":
+        value = {"init_args": value}
+    elif argument and argument != "class_path":
+        value = {"init_args": {argument.removeprefix("init_args."): value}}
+    old = settings.get(owner)
+    last = old[-1] if isinstance(old, list) and old else old
+    spec = {"class_path": last} if isinstance(last, str) else last or {}
+    if not isinstance(value, dict) or value.keys() != {"init_args"}:
+        settings[owner] = value
+    elif owner in MAPPINGS:
+        settings[owner] = spec | value["init_args"]
+    else:
+        spec = spec | {"init_args": (spec.get("init_args") or {}) | value["init_args"]}
+        settings[owner] = [*old[:-1], spec] if isinstance(old, list) else spec
 
 
-def config_file(name: str) -> str:
-    """The path of a YAML file or method; ValueError if the file is damaged."""
+def config_file(name: str) -> Path:
+    """The path of a YAML file or method; ValueError if there is none."""
     file = local_path(name)
     if not file.exists():
         file = METHODS.get(name.lower(), file)
     if not file.exists():
         raise ValueError(f"--config {name}: there is no such file, nor such a method; methods: {', '.join(METHODS)}")
-    if file.is_file():
-        read_config(file)
-    return str(file)
+    return file
+
+
+def unknown_switch(name: str, text: str | None, switches: dict[str, Any]) -> str:
+    """A line on a switch that there is not, with the one that may be meant."""
+    message = f"unrecognized arguments: --{name}" + (f"={text}" if text is not None else "")
+    similar = [switch for switch in switches if switch.endswith(f".{name}")]
+    similar += difflib.get_close_matches(name, switches)
+    if name in HINTS:
+        message += f"; here {HINTS[name]}"
+    elif similar:
+        message += f"; did you mean --{similar[0]}?"
+    return message
 
 
 def short_message(error: Exception, switches: dict[str, Any]) -> str:
     """An error of jsonargparse in one line; of a union's errors the first, for an unknown switch a similar one."""
     message = one_line(str(error))
     message = re.sub(r"Does not validate against any of the Union .*? Errors: - (.*?) - .*", r"\1", message)
-    if unknown := re.match(r"unrecognized arguments: --([\w.-]+)", message):
-        similar = [switch for switch in switches if switch.endswith(f".{unknown[1]}")]
-        similar += difflib.get_close_matches(unknown[1], switches)
-        if unknown[1] in HINTS:
-            message += f"; here {HINTS[unknown[1]]}"
-        elif similar:
-            message += f"; did you mean --{similar[0]}?"
     if wrong := re.match(r'Parser key "([\w.]+)": Expected a dot import path string: (\w+)$', message):
         switch, name = wrong.groups()
         names = class_names(switches[switch])

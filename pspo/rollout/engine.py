@@ -113,7 +113,7 @@ class EngineSampler:
         return prompts.continued(rollout) if prompts.beginnings else rollout
 
 
-def find_engine(spec: str | dict[str, Any]) -> Engine:
+def find_engine(spec: dict[str, Any]) -> Engine:
     """Make the engine of --rollout.engine; raises ValueError if there is none, or it cannot work here."""
     engine = load_class(spec, "rollout.engine")()
     if not hasattr(engine, "check"):

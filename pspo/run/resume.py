@@ -84,7 +84,6 @@ def finished_summary(config: RunConfig, settings: files.Settings) -> dict[str, A
 def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]]:
     """The switches that differ from the run's configuration, and may, as `files.differences`; ValueError for others."""
     saved = files.read_config(run / "config.yaml")
-    saved, settings = spell_out_engine(saved), spell_out_engine(settings)
     is_constant = files.flat(saved).get("optimizer.schedule") == "constant"
     changes = files.differences(saved, settings)
     refused = []
@@ -97,14 +96,6 @@ def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]
         what = f"holds another experiment ({'; '.join(refused)}): choose another --run.output_dir{fork}"
         raise ValueError(f"--run.output_dir {run} {what}")
     return changes
-
-
-def spell_out_engine(settings: files.Settings) -> files.Settings:
-    """Settings with an engine that is named by its import path alone as a mapping."""
-    engine = settings["rollout"].get("engine")
-    if not isinstance(engine, str):
-        return settings
-    return settings | {"rollout": settings["rollout"] | {"engine": {"class_path": engine}}}
 
 
 def find_checkpoint(run: Path) -> Path | None:

@@ -30,19 +30,18 @@ class Environment(Protocol):
 MakeEnvironment = Callable[[], Environment]
 
 
-def load_class(value: str | dict[str, Any] | None, switch: str) -> Callable[[], Any] | None:
-    """Import the class that a switch names by its import path, or as {"class_path": ..., "init_args": {...}}.
+def load_class(spec: dict[str, Any] | None, switch: str) -> Callable[[], Any] | None:
+    """Import the class that a switch names as {"class_path": ..., "init_args": {...}}.
 
     Returns what makes an object, None for None; ValueError if there is no such class, or the arguments do not fit it.
     """
-    if value is None:
+    if spec is None:
         return None
-    spec = {"class_path": value} if isinstance(value, str) else value
     arguments = spec.get("init_args") or {}
     try:
         cls = pkgutil.resolve_name(spec["class_path"])
         inspect.signature(cls).bind(**arguments)
     except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
         rule = "give the import path of a class, or class_path and init_args with its arguments"
-        raise ValueError(f"--{switch} {value} cannot be imported ({error}): {rule}") from error
+        raise ValueError(f"--{switch} {spec} cannot be imported ({error}): {rule}") from error
     return partial(cls, **arguments)
