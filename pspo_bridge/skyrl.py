@@ -41,7 +41,7 @@ def register(surrogate: Surrogate | str, **arguments: Any) -> None:
         losses, loss_mask, corrections = apply_off_policy_correction(
             result.losses, old_log_probs, rollout_logprobs, loss_mask, config.off_policy_correction
         )
-        metrics = {f"pspo/{name}": value.item() for name, value in result.metrics.items()}
+        metrics = {f"surrogate/{name}": value.item() for name, value in result.metrics.items()}
         return reduce_loss(losses, loss_mask), metrics | corrections
 
     PolicyLossRegistry.register(f"pspo.{type(made).__name__}", loss)

@@ -134,7 +134,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         means = self.accelerator.gather(torch.stack(list(result.metrics.values()))[None]).mean(dim=0).tolist()
         for name, mean in zip(result.metrics, means, strict=True):
-            self._metrics[mode][f"pspo/{name}"].append(mean)
+            self._metrics[mode][f"surrogate/{name}"].append(mean)
         if mode == "train":
             for record in self.records:
                 record.add_visit(inputs, logprobs, old_logprobs, entropies, mask, result)

@@ -104,7 +104,7 @@ def test_skyrl_sums_our_loss_of_divided_advantages(skyrl, surrogate):
     total.backward()
     assert total.item() == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-12, atol=1e-14)
-    assert metrics["pspo/ratio"] == pytest.approx((logprobs - old).exp()[mask].mean().item())
+    assert metrics["surrogate/ratio"] == pytest.approx((logprobs - old).exp()[mask].mean().item())
 
     corrected, metrics = loss(logprobs, old, advantages / tokens, config, mask.long(), old - 0.5)
     assert corrected.item() == pytest.approx(expected.item() * 0.5 * torch.e**0.5 * 2, rel=1e-6)

@@ -176,7 +176,7 @@ def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, capsys):
 
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]
-    assert all(line["pspo/slope"] == pytest.approx(0.75, rel=1e-5) for line in metrics)
+    assert all(line["surrogate/slope"] == pytest.approx(0.75, rel=1e-5) for line in metrics)
     assert metrics[0]["ratio_max"] == 1
     assert metrics[1]["ratio_max"] > 1
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
