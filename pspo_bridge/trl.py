@@ -307,6 +307,7 @@ def run_settings(trainer: GRPOTrainer, args: trl.GRPOConfig, max_steps: int, rec
     fields = dataclasses.asdict(surrogate) if dataclasses.is_dataclass(surrogate) else {}
     dataset = getattr(trainer.train_dataset, "info", None)
     return {
+        "trainer": "trl",
         "model": {"name_or_path": trainer.model.config._name_or_path},
         "data": {"name": getattr(dataset, "dataset_name", None) or "train_dataset"},
         "rollout": {

@@ -85,6 +85,6 @@ def our_accuracies(runs: Runs) -> pd.DataFrame:
 def methods_with_epochs(configs: pd.DataFrame) -> pd.Series:
     """Each run's method, with its epochs where they are not the paper's: one for NoClip, two for the others."""
     method = methods(configs)
-    epochs = configs.get("algorithm.epochs")
+    epochs = configs.reindex(columns=["algorithm.epochs"]).squeeze("columns")
     paper_epochs = pd.Series(2, configs.index).where(method != "NoClip", 1)
-    return method.where(epochs == paper_epochs, method + ", epochs " + epochs.astype(str))
+    return method.where(epochs.isna() | (epochs == paper_epochs), method + ", epochs " + epochs.astype(str))

@@ -26,7 +26,6 @@ from pspo_lab.settings import (
     DATA,
     MODEL,
     NOT_COMPARED,
-    RATE,
     SEED,
     SURROGATE,
     defaults,
@@ -210,7 +209,7 @@ def read_switches(folder: Path) -> Row:
 
 
 def complete_switches(folder: Path, switches: Row) -> Row:
-    """Switches as `LabRun` has them, with the defaults of those that a configuration lacks."""
+    """Switches as `LabRun` has them, with the defaults of those that a configuration of ours lacks."""
     " ".join(map(str, [*switches, *switches.values()])).encode()  # raises where half a surrogate pair is: no text
     if switches.get(DATA) == "file":  # of which there are many
         path = switches.get("data.path")
@@ -223,9 +222,8 @@ def complete_switches(folder: Path, switches: Row) -> Row:
         SEED: int(str(switches.get(SEED) or 0)),
         SURROGATE: str(switches.get(SURROGATE) or switches.get("trainer") or "unknown"),
     }
-    for name in (RATE, "run.max_steps"):  # which our defaults say nothing of, where another trainer's run lacks them
-        named[name] = switches.get(name)
-    return defaults(named[SURROGATE]) | plain_switches(switches) | named
+    known = {} if "trainer" in switches else defaults(named[SURROGATE])
+    return known | plain_switches(switches) | named
 
 
 def problems_fingerprint(folder: Path, path: Path) -> str | None:

@@ -124,9 +124,9 @@ def learning(runs: Runs) -> pd.DataFrame:
 def diagnostics(runs: Runs) -> pd.DataFrame:
     """Means over the rollouts, and the share of them whose last gradient was clipped by its norm."""
     metrics = runs.metrics.reindex(columns=["run", *DIAGNOSTICS])
-    limits = pd.to_numeric(metrics["run"].map(runs.configs["optimizer.max_grad_norm"]), errors="coerce")
-    limits = limits.replace(0, np.inf)  # 0: none
-    clipped = (metrics["grad_norm"] > limits).astype(float).where(metrics["grad_norm"].notna())
+    limits = metrics["run"].map(runs.configs.reindex(columns=["optimizer.max_grad_norm"]).squeeze("columns"))
+    limits = pd.to_numeric(limits, errors="coerce").replace(0, np.inf)  # 0: none
+    clipped = (metrics["grad_norm"] > limits).astype(float).where(metrics["grad_norm"].notna() & limits.notna())
     means = metrics.assign(**{"gradients clipped (%)": clipped}).groupby("run", sort=False).mean()
     return run_rows(means)
 

@@ -131,7 +131,7 @@ def describe_progress(run: LabRun, method: str) -> list[str]:
     """Model, data and method of a run, and how far it is."""
     switches = run.switches
     progress = f"step {run.metrics['step'].max()}"
-    if switches["run.max_steps"] is not None:
+    if switches.get("run.max_steps"):
         progress += f" of {switches['run.max_steps']}"
     task = f"{Path(switches[settings.MODEL]).name} on {switches[settings.DATA]}"
     return [task, method, f"seed {switches[settings.SEED]}", progress]
