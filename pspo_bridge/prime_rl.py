@@ -36,4 +36,5 @@ def loss(inputs: Any, surrogate: str = "PSPO", **arguments: Any) -> Any:
     )
     weights = getattr(inputs, "loss_weights", None)  # versions before 0.6 have none
     losses = result.losses if weights is None else result.losses * weights
-    return LossOutputs(loss=losses.sum(), metrics={f"surrogate/{name}": value for name, value in result.metrics.items()})
+    metrics = {f"surrogate/{name}": value for name, value in result.metrics.items()}
+    return LossOutputs(loss=losses.sum(), metrics=metrics)
