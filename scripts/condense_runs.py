@@ -60,7 +60,7 @@ def condense(runs: Runs) -> pd.DataFrame:
     runs = runs.take(runs.finished())
     configs = runs.configs
     rollouts = runs.metrics.sort_values("step").groupby("run")
-    rows = pd.DataFrame({"experiment": configs["experiment"].map(lambda path: Path(path).name)})
+    rows = pd.DataFrame({"experiment": configs["experiments"].map(lambda paths: Path(paths[0]).name)})
     rows["method"] = methods(configs)
     rows = rows.join(varied_switches(configs)).assign(seed=configs[SEED])
     rows["reward"] = rollouts["reward"].mean()
