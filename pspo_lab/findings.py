@@ -17,14 +17,11 @@ class Finding(NamedTuple):
     advice: str
 
 
-class Metrics:
+class Metrics(dict[str, pd.Series]):
     """The metrics of a run's rollouts; one that was not recorded is NaN throughout."""
 
-    def __init__(self, table: pd.DataFrame) -> None:
-        self.table = table
-
-    def __getitem__(self, name: str) -> pd.Series:
-        return self.table[name] if name in self.table else pd.Series(np.nan, self.table.index)
+    def __missing__(self, name: str) -> pd.Series:
+        return self["step"] * np.nan
 
     def ends(self, name: str) -> tuple[float, float]:
         """Means of a metric over the first and the last fifth of the rollouts that have it; NaN without any."""
