@@ -34,7 +34,7 @@ def loss(inputs: Any, surrogate: str = "PSPO", **arguments: Any) -> Any:
         inputs.advantages[None],
         inputs.loss_mask[None],
     )
-    weights = getattr(inputs, "loss_weights", None)  # versions before 0.6 have none
+    weights = getattr(inputs, "loss_weights", None)  # older versions have none
     losses = result.losses if weights is None else result.losses * weights
     metrics = {f"surrogate/{name}": value for name, value in result.metrics.items()}
     return LossOutputs(loss=losses.sum(), metrics=metrics)

@@ -115,6 +115,59 @@ def test_loss_and_gradient_are_ours(trainer, surrogate, how, monkeypatch):
     torch.testing.assert_close(theirs.grad, ours.grad, rtol=0, atol=2e-7 * ours.grad.abs().max().item())
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beta": 0.1},
+        {"beta": 0.1, "use_bias_correction_kl": False},
+        {"off_policy_mask_threshold": 0.05},
+        {"top_entropy_quantile": 0.5},
+        {"entropy_coef": 0.1},
+        {"use_vllm": True},
+        {"loss_type": "bnpo"},
+        {"loss_type": "luspo"},
+    ],
+    ids=str,
+)
+def test_all_else_of_the_loss_is_what_trl_does(trainer, settings, monkeypatch):
+    """Clip(0.2) through the bridge against TRL's own loss: value, gradient and metrics."""
+    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9], dtype=torch.float32)
+    noise = torch.rand(5, 4, 12, generator=torch.Generator().manual_seed(2))
+    monkeypatch.setattr(trainer, "surrogate", Clip(0.2))
+    for name, value in settings.items():
+        owner = trainer.args if name == "use_bias_correction_kl" else trainer
+        monkeypatch.setattr(owner, name, value, raising=False)
+    monkeypatch.setattr(trainer, "_entropy_bonus_enabled", "entropy_coef" in settings)
+    monkeypatch.setattr(trainer, "vllm_importance_sampling_correction", True, raising=False)
+    results = []
+    for loss_of in (GRPOTrainer._compute_loss, trl.GRPOTrainer._compute_loss):
+        leaf = logprobs.clone().requires_grad_()
+        outputs = (leaf, noise[0] - leaf, None)
+        monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, o=outputs, **__: o)
+        trainer._metrics["train"].clear()
+        inputs = {
+            "prompt_ids": torch.ones(4, 2, dtype=torch.long),
+            "prompt_mask": torch.ones(4, 2, dtype=torch.long),
+            "completion_ids": torch.ones(4, 12, dtype=torch.long),
+            "completion_mask": mask.long(),
+            "tool_mask": (noise[1] < 0.8).long(),
+            "advantages": advantages[:, 0],
+            "old_per_token_logps": old,
+            "ref_per_token_logps": old + noise[2] - 0.5,
+            "sampling_per_token_logps": old + noise[3] / 2,
+            "importance_sampling_ratio": noise[4] + 0.5,
+            "num_items_in_batch": mask.sum(),
+        }
+        loss = loss_of(trainer, trainer.model, inputs)
+        loss.backward()
+        metrics = {name: values for name, values in trainer._metrics["train"].items() if "surrogate" not in name}
+        results.append((loss.item(), leaf.grad, metrics))
+    (loss, gradient, metrics), (their_loss, their_gradient, their_metrics) = results
+    assert loss == pytest.approx(their_loss, rel=2e-7, abs=2e-7)
+    torch.testing.assert_close(gradient, their_gradient, rtol=0, atol=2e-7 * their_gradient.abs().max().item())
+    assert metrics == their_metrics
+
+
 class Watched(GRPOTrainer):
     """Keeps the rollout that is trained on."""
 
