@@ -205,9 +205,7 @@ class Record(TrainerCallback):
         for row in range(min(self.groups * group_size, len(inputs))):
             prompt = inputs[row]["prompt"]
             ids = outputs["completion_ids"][row][outputs["completion_mask"][row].bool()].tolist()
-            functions = dict(zip(trainer.reward_func_names, rewards[row], strict=True))
             weights = trainer.reward_weights.tolist()
-            advantages = outputs["advantages"][row]
             self.token_ids.append(ids)
             self.samples.append({
                 "step": None,  # the last one on this rollout, known when it is written
@@ -216,10 +214,10 @@ class Record(TrainerCallback):
                 "prompt": prompt,
                 "completion": trainer.processing_class.decode(ids, skip_special_tokens=True),
                 "reward": sum(weight * value for weight, value in zip(weights, rewards[row], strict=True)),
-                "advantage": advantages.flatten()[0].item(),
+                "advantage": outputs["advantages"][row].flatten()[0].item(),
                 "tokens": len(ids),
                 "truncated": len(ids) == trainer.max_completion_length and ids[-1] != eos,
-                "rewards": functions,
+                "rewards": dict(zip(trainer.reward_func_names, rewards[row], strict=True)),
             })  # fmt: skip
 
     def add_visit(
