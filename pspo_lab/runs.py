@@ -230,7 +230,7 @@ def problems_fingerprint(folder: Path, path: Path) -> str | None:
     """A name by content for the problems that `pspo.train` wrote into each run's folder; None for other files."""
     for run in (folder, *folder.parents):  # an evaluation's is above it
         files = sorted((run / "data").glob("*.jsonl"))
-        if path.parts[-2:] == (run.name, "data") and files:
+        if path.name == "data" and (run / "data/.of_a_run").exists():  # wherever the run is now
             content = b"".join(file.name.encode() + file.read_bytes() for file in files)
             return f"problems {zlib.crc32(content):08x}"
     return None

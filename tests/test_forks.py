@@ -3,9 +3,11 @@
 
 import json
 import math
+import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -18,13 +20,16 @@ from processes import (
     metric_lines,
     one_layer,
     plain,
+    run_command,
     send,
     states,
 )
 from test_damage import flip, stamps
-from test_resume import CONSTANT, MODES, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
+from test_resume import CONSTANT, MODES, TINY, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
 
+import pspo.cli.python
 import pspo.run.prepare
+import pspo.train
 from pspo.cli.files import read_jsonl, to_yaml
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
@@ -40,6 +45,23 @@ def same_weights(one: str, other: str) -> bool:
 
 
 # --- the same configuration resumes -----------------------------------------------------------------------------------
+
+
+def test_two_unnamed_runs_that_begin_in_one_second(monkeypatch):
+    monkeypatch.setattr(pspo.cli.python, "time", SimpleNamespace(strftime=lambda form: "now"))
+    run_command(pspo.train.main, *TINY, "--run.max_steps=2", "--model.name_or_path=./nowhere")
+    assert not Path("runs").exists()
+
+    def action() -> int:
+        before("make_learner", at_call(1, lambda: forked(lambda: unnamed())), pspo.run.prepare)
+        return unnamed()
+
+    def unnamed() -> int:
+        return run_command(pspo.train.main, *TINY, "--run.max_steps=2")
+
+    assert forked(action) == 0
+    names = sorted(path.parent.name.rpartition("-pspo-")[2] for path in Path("runs").glob("*/summary.json"))
+    assert names == ["now", "now-2"]
 
 
 def test_two_runs_in_one_folder(whole, capfd):
@@ -128,6 +150,10 @@ def test_other_problems_under_the_same_name_are_refused(capfd):
     assert "other problems" in capfd.readouterr().err
     assert contents(Path("out")) == left
     assert train("out", *args[:-1], data("moved", 1)) == 0  # the same ones, elsewhere
+    Path("elsewhere").mkdir()
+    os.chdir("elsewhere")
+    assert train("../out", *args[:-1], data("moved", 2)) == 2  # others under the same relative path: not finished
+    assert "other problems" in capfd.readouterr().err
 
 
 # --- a run that died before its first checkpoint ----------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Configurations from Python: the arguments of `pspo.train` as the settings that a YAML file would have."""
 
+import contextlib
 import inspect
 import sys
 import time
@@ -78,14 +79,16 @@ def write_problems(output: Path, problems: dict[str, list[dict[str, Any]]]) -> s
 
 
 def default_output(config: TrainConfig) -> str:
-    """A new folder for a run, such as runs/tiny-base-arithmetic-pspo-20260131-120000."""
+    """Make a new folder for a run, such as runs/tiny-base-arithmetic-pspo-20260131-120000."""
     model = Path(config.model.name_or_path).name
     data = config.data.name.replace("/", "-")  # of a hub id
     method = type(config.algorithm.surrogate).__name__.lower()
     folder = f"runs/{model}-{data}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if not Path(folder).exists():
-        return folder
-    return next(name for n in count(2) if not Path(name := f"{folder}-{n}").exists())
+    for suffix in count(1):
+        name = folder if suffix == 1 else f"{folder}-{suffix}"
+        with contextlib.suppress(FileExistsError):  # of another run that begins in this second
+            Path(name).mkdir(parents=True)
+            return name
 
 
 def section_settings(name: str, section: Any) -> Settings:

@@ -6,6 +6,7 @@ train: rollouts, log-probs and gradients run the same layers.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from pspo.config import LoraConfig, ModelConfig, read_adapter_config
 
 if TYPE_CHECKING:
     import peft
+
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # PEFT imports it: advice on 4 bits
 
 # Fields of a PEFT configuration that may have any value, and those that may have some. Others must not be set, future
 # ones included: what is trained and merged is y = W x + b + s (B A x + l).

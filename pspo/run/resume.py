@@ -50,6 +50,8 @@ class Start(NamedTuple):
 def find_start(config: TrainConfig, settings: files.Settings, resources: contextlib.ExitStack) -> Start:
     """Find where a run starts; the folder of one that has begun is locked. ValueError if it cannot start there."""
     output = Path(config.run.output_dir or default_output(config))
+    if config.run.output_dir is None:
+        resources.callback(remove_empty, output)
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ValueError(f"--run.output_dir {output} cannot be made: {existing} is no folder that can be written to")
@@ -63,6 +65,12 @@ def find_start(config: TrainConfig, settings: files.Settings, resources: context
         if checkpoint is not None:
             return Start(output, is_new, checkpoint)
     return Start(output, is_new, parent=find_parent(config.run.fork_from) if config.run.fork_from else None)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a run's new folder if nothing is in it, because the run could not begin."""
+    with contextlib.suppress(OSError):
+        os.removedirs(folder)
 
 
 def finished_summary(config: RunConfig, settings: files.Settings) -> dict[str, Any]:
