@@ -12,7 +12,7 @@ from typing import Any
 
 from jsonargparse.typing import PositiveInt
 
-from pspo.cli.files import argument_text, differences, read_config, read_jsonl
+from pspo.cli.files import argument_text, read_jsonl, require_same
 from pspo.cli.parse import parse, user_errors
 from pspo.cli.terminal import Bar
 from pspo.config import EvaluateConfig, TrainConfig, require
@@ -195,9 +195,7 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
 def require_same_switches(folder: Path, values: Switches, ignored: Sequence[str]) -> None:
     """ValueError if a run or an evaluation that has begun there has other switches than these."""
     if (folder / "metrics.jsonl").exists() or (folder / "completions.jsonl").exists():
-        changed = differences(read_config(folder / "config.yaml"), values)
-        changed = {name: pair for name, pair in changed.items() if name not in ignored}
-        require(not changed, "output", f"must not hold {folder} with other switches: move it away", changed)
+        require_same(folder, values, ignored, "move it away")
 
 
 def make_method(sweep: SweepConfig, name: str, method: str, grid: Switches | list[Switches]) -> Method:

@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -46,6 +46,18 @@ def differences(old: Settings, new: Settings) -> dict[str, tuple[Any, Any]]:
     names = dict.fromkeys([*old_values, *class_switches])
     pairs = {name: (old_values.get(name), new_values.get(name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def require_same(folder: Path, settings: Settings, may_differ: Collection[str], fix: str) -> Settings:
+    """The `differences` from the configuration in a folder; ValueError for those of switches that may not differ."""
+    changes = differences(read_config(folder / "config.yaml"), settings)
+    refused = []
+    for name, (old, new) in changes.items():
+        if name not in may_differ:
+            refused.append(f"--{name.removesuffix('.class_path')} was {old!r}, is {new!r}")
+    if refused:
+        raise ValueError(f"--run.output_dir {folder} holds another experiment ({'; '.join(refused)}): {fix}")
+    return changes
 
 
 def argument_text(value: Any) -> str:

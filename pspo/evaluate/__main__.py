@@ -75,11 +75,7 @@ def check_folder(output: Path, settings: files.Settings) -> None:
     """Make the folder; ValueError if it holds an evaluation with other switches, or something else."""
     output.mkdir(parents=True, exist_ok=True)
     if (output / FINGERPRINT).exists():
-        changes = files.differences(files.read_config(output / "config.yaml"), settings)
-        for name in changes.keys() - {"run.output_dir", "run.quiet"}:
-            old, new = changes[name]
-            what = f"holds another evaluation (--{name} is {old!r} there and {new!r} here)"
-            raise ValueError(f"--run.output_dir {output} {what}: choose another folder")
+        files.require_same(output, settings, {"run.output_dir", "run.quiet"}, "choose another folder")
     elif any((output / name).exists() for name in ("completions.jsonl", "results.json", "metrics.jsonl", ".lock")):
         raise ValueError(f"--run.output_dir {output} holds something else; choose another folder")
 

@@ -93,17 +93,13 @@ def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]
     """The switches that differ from the run's configuration, and may, as `files.differences`; ValueError for others."""
     saved = files.read_config(run / "config.yaml")
     is_constant = files.flat(saved).get("optimizer.schedule") == "constant"
-    changes = files.differences(saved, settings)
-    refused = []
-    for name, (old, new) in changes.items():
+    may_differ = set(FREE)
+    for name, (old, new) in files.differences(saved, settings).items():
         grows = name in LIMITS and is_constant and old is not None and (new is None or new > old)
-        if name not in FREE and not name.startswith("rollout.engine.init_args.") and not grows:
-            refused.append(f"--{name.removesuffix('.class_path')} was {old!r}, is {new!r}")
-    if refused:
-        fork = f", or start there from this one's weights with --run.fork_from {run}" if checkpoints(run) else ""
-        what = f"holds another experiment ({'; '.join(refused)}): choose another --run.output_dir{fork}"
-        raise ValueError(f"--run.output_dir {run} {what}")
-    return changes
+        if grows or name.startswith("rollout.engine.init_args."):
+            may_differ.add(name)
+    fork = f", or start there from this one's weights with --run.fork_from {run}" if checkpoints(run) else ""
+    return files.require_same(run, settings, may_differ, f"choose another --run.output_dir{fork}")
 
 
 def find_checkpoint(run: Path) -> Path | None:

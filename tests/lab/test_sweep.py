@@ -206,11 +206,11 @@ def test_a_finished_run_with_other_switches_is_refused(here, capsys):
     assert sweep("--output", "./out") == 0  # another spelling
     sweep_file(methods={"pspo": {}}, shared={"optimizer.lr": 1e-4})
     assert sweep() == 2
-    assert "must not hold out/e/pspo/seed-0 with other switches" in (err := capsys.readouterr().err)
-    assert "{'optimizer.lr': (3e-05, 0.0001)}" in err
+    assert "out/e/pspo/seed-0 holds another experiment" in (err := capsys.readouterr().err)
+    assert "(--optimizer.lr was 3e-05, is 0.0001)" in err
     Path("out/e/pspo/seed-0/summary.json").unlink()  # nor is an unfinished one steered
     assert sweep() == 2
-    assert "{'optimizer.lr': (3e-05, 0.0001)}" in capsys.readouterr().err
+    assert "(--optimizer.lr was 3e-05, is 0.0001)" in capsys.readouterr().err
 
 
 def test_a_finished_evaluation_with_other_switches_is_refused(here, capsys):
@@ -223,8 +223,8 @@ def test_a_finished_evaluation_with_other_switches_is_refused(here, capsys):
     assert sweep() == 0
     sweep_file(methods={"pspo": {}}, evaluate={"evaluation": {"data.limit": 8}})
     assert sweep() == 2
-    assert "{'data.limit': (4, 8)}" in (err := capsys.readouterr().err)
-    assert "must not hold out/e/pspo/seed-0/evaluation with other switches" in err
+    assert "(--data.limit was 4, is 8)" in (err := capsys.readouterr().err)
+    assert "out/e/pspo/seed-0/evaluation holds another experiment" in err
 
 
 def test_two_models_of_one_last_name_have_two_folders_before_training(here):
