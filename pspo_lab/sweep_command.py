@@ -32,11 +32,11 @@ from tqdm import tqdm
 
 from pspo import distributed as dist
 from pspo.cli.failures import EXIT_STOPPED
-from pspo.cli.files import lock, read_json, to_yaml, write_json, write_text
+from pspo.cli.files import flat, lock, read_json, to_yaml, write_json, write_text
 from pspo.cli.parse import parse, user_errors
 from pspo.cli.terminal import Bar
 from pspo.tasks.files import local_path
-from pspo_lab.sweep_plan import WEIGHTS, Job, Method, SweepConfig, make_plan, switch_words
+from pspo_lab.sweep_plan import MODEL, WEIGHTS, Job, Method, SweepConfig, make_plan, switch_words
 
 
 class JobRunner:
@@ -125,8 +125,8 @@ def next_command(job: Job) -> tuple[list[str], Path]:
     folder = next(job.folder / name for name in job.evaluate if not (job.folder / name / "results.json").exists())
     switches = dict(job.evaluate[folder.name])
     if job.stage == "untrained":
-        for name in ("name_or_path", "revision", "trust_remote_code"):
-            switches[f"model.{name}"] = job.config["model"][name]
+        values = flat(job.config)
+        switches |= {name: values[name] for name in MODEL}
     else:
         best = Path(read_json(job.folder / "summary.json")["best_model"]).name
         switches["model.name_or_path"] = str(job.folder / best)  # the sweep may have been moved

@@ -18,9 +18,7 @@ from pspo.cli.terminal import Bar
 from pspo.config import EvaluateConfig, TrainConfig, require
 
 WEIGHTS = ("best", "final", "checkpoints")  # folders of a run
-SET_FOR_EVALUATION = (
-    "model.name_or_path", "model.revision", "model.trust_remote_code", "run.output_dir", "run.quiet",
-)  # fmt: skip
+MODEL = ("model.name_or_path", "model.revision", "model.trust_remote_code")
 Switches = dict[str, Any]
 parse_once = functools.cache(parse)  # a search has two stages with the same switches
 
@@ -187,7 +185,7 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
             jobs += untrained.possible
         for job in jobs:
             for folder in job.evaluate:
-                require_same_switches(job.folder / folder, evaluations[folder], SET_FOR_EVALUATION)
+                require_same_switches(job.folder / folder, evaluations[folder], [*MODEL, "run.output_dir", "run.quiet"])
         plan += methods
     return plan
 

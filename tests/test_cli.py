@@ -162,7 +162,7 @@ def test_a_collapse_cannot_hide_behind_the_best_model(here, capsys):
     best["validation_reward"] = summary["validation"]["untrained"]["validation_reward"]
     assert f"Step {best['step']} is level with the untrained model, which is returned" in describe_results(summary)
     best["validation_reward"] = None  # no reward was known
-    assert f"-inf at step {best['step']}" in describe_results(summary)
+    assert f"unknown at step {best['step']}" in describe_results(summary)
 
 
 def test_the_final_model_loads_with_plain_transformers_and_has_moved(run):

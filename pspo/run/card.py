@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import re
 import shlex
 from pathlib import Path
@@ -15,6 +14,7 @@ from pspo.cli.parse import make_config
 from pspo.cli.terminal import one_line
 from pspo.config import EvaluateConfig, ModelConfig, TrainConfig, default_lr
 from pspo.evaluate.results import ESTIMATES, MEANS, Record, from_record, label, table
+from pspo.tasks.files import plain
 from pspo.tasks.sources import SOURCES
 
 SECTIONS = ("model.", "data.", "reward.", "rollout.", "algorithm.", "optimizer.")
@@ -93,9 +93,10 @@ def describe_results(summary: Record) -> str:
     validations = {}
     for record in summary["validation"].values():
         if record:
-            reward = record["validation_reward"]
-            validations[record["step"]] = -math.inf if reward is None else reward  # no reward was known, as JSON has it
-    rewards = [f"{validations[step]:.3f} at step {step}" for step in sorted(validations)]
+            validations[record["step"]] = plain(record["validation_reward"])  # None where no reward was known
+    rewards = []
+    for step, reward in sorted(validations.items()):
+        rewards.append(f"{'unknown' if reward is None else format(reward, '.3f')} at step {step}")
     lines = [table("greedy, held-out", columns)] if names else []
     if rewards:
         lines.append(f"validation reward {', '.join(rewards)}; the model of step {best_step} is returned")
