@@ -207,10 +207,11 @@ def read_words(words: Sequence[str], switches: dict[str, Any], settings: Setting
         if name == "config":
             put_all(settings, read_config(config_file(text), load_yaml), switches)
             arguments.clear()
-        elif is_section and local_path(text).is_file():
-            put_all(settings, read_config(local_path(text), load_yaml), switches, f"{name}.")
         elif is_section:
-            put_all(settings, {name: word_value(name, kind, text)}, switches)
+            path = local_path(text)
+            is_file = text[:1] != "{" and path.exists() and not path.is_dir()  # or a pipe
+            part = read_config(path, load_yaml) if is_file else word_value(name, kind, text)
+            put_all(settings, {name: part}, switches)
         else:
             value = word_value(name, kind, "true" if text is None else text)
             if name.endswith("+"):
