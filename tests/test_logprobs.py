@@ -308,7 +308,7 @@ def test_gradient_checkpointing_changes_no_bit(tiny_model, model_folder, load, m
         part.register_forward_pre_hook(lambda *_, visits=visits: visits.append(1))
         logprobs = token_logprobs(policy, *rows)
         results.append((logprobs, gradients(policy, logprobs)))
-        shared = pspo.model.attends_fully(policy) and min_prefix == 1
+        shared = pspo.model.shared_prompts.attends_fully(policy) and min_prefix == 1
         assert len(visits) == (3 if shared else 2) * (1 + checkpointing)  # passes, each of them recomputed
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])

@@ -43,7 +43,7 @@ SMALL = (
     "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--run.max_steps=6", "--run.validate_every=4",
     "--run.validation_limit=4", "--run.test_limit=3", "--run.save_every=2", "--data.limit=9", "--run.keep=9",
     "--optimizer.lr=1e-4", "--rollout.temperature=1",
-    "--reward.functions=[SoftOverlong]", "--reward.functions.buffer=8",  # any model's lengths differ
+    "--reward.functions=[{class_path: SoftOverlong, init_args: {buffer: 8}}]",  # any model's lengths differ
 )  # fmt: skip
 
 

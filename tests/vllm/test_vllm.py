@@ -95,7 +95,7 @@ def vllm_servers() -> Iterator[list[VLLMServer]]:
 def served(request):
     """An engine's sampler, with the weights of its learner."""
     by_servers = request.param == "servers"
-    spec = servers_spec(request.getfixturevalue("vllm_servers")) if by_servers else "pspo_vllm.VLLM"
+    spec = servers_spec(request.getfixturevalue("vllm_servers")) if by_servers else {"class_path": "pspo_vllm.VLLM"}
     config = TrainConfig(model=ModelConfig("tiny-base"), rollout=RolloutConfig(engine=spec))
     policy = load_policy(config.model, CPU)
     engine = find_engine(spec)
