@@ -62,6 +62,7 @@ class Evaluation:
     Attributes:
         losses: (B, T), per token, with gradient.
         weights: (B, T), dL/dlogprob of each token, without.
+        logprobs, old_logprobs, advantages, mask: the inputs, without gradient; the mask bool.
         metrics: scalars, means over the unmasked tokens with A != 0: ``ratio`` r; ``slope`` dL/dlogprob / (-A r), which
             is always 1 - alpha for PSPO, 1 for NoClip, and for Clip the share of tokens inside the range;
             ``zero_weight_share``, the share of tokens without gradient.
@@ -69,6 +70,10 @@ class Evaluation:
 
     losses: Tensor
     weights: Tensor
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
     metrics: dict[str, Tensor]
 
 
@@ -90,4 +95,4 @@ def evaluate(
             "slope": slope.sum() / count,
             "zero_weight_share": (active & (weights == 0)).sum() / count,
         }
-    return Evaluation(losses, weights, metrics)
+    return Evaluation(losses, weights, logprobs.detach(), old_logprobs, advantages, mask, metrics)

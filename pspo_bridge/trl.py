@@ -11,7 +11,7 @@ Tried with the versions of TRL that docs/guide/bridge.md names.
 
 import dataclasses
 import json
-from collections import defaultdict
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ import yaml
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
+import pspo.losses
 from pspo.losses import Surrogate, diagnose
-from pspo_bridge import BUILT_IN, Evaluation, evaluate, make_surrogate
+from pspo_bridge import Evaluation, evaluate, make_surrogate
 
 AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # values of loss_type whose losses are PPO's clip
 REPLACED = (  # arguments of losses of TRL's
@@ -39,8 +40,6 @@ METRICS = {  # names in metrics.jsonl of what TRL logs
     "kl": "kl_reference",
     "step_time": "seconds/step",
 }
-
-
 COLUMNS = (  # of tokens.parquet, as a run of pspo writes them
     "step", "problem", "sample", "position", "token_id", "text", "logprob", "old_logprob", "sampler_logprob",
     "reference_logprob", "entropy", "advantage", "weight",
@@ -96,12 +95,17 @@ class GRPOTrainer(trl.GRPOTrainer):
         if args is not None:
             check_arguments(args)
         self.loss_inputs: dict[str, Any] | None = None  # of the microbatch whose loss is computed
-        self.records: list[Record] = []
+        self.rows = 0  # drawn so far
         super().__init__(model, reward_funcs, args, *others, **options)
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, Record):
-                callback.trainer = self
-                self.records.append(callback)
+
+    @property
+    def records(self) -> list["Record"]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, Record)]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        for record in self.records:
+            record.trainer = self
+        return super().train(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         advantages = LossAdvantages(inputs["advantages"])
@@ -132,20 +136,27 @@ class GRPOTrainer(trl.GRPOTrainer):
         result = evaluate(surrogate, logprobs, old_logprobs, advantages, mask)
         inputs["advantages"].losses = result.losses
         mode = "train" if self.model.training else "eval"
-        means = self.accelerator.gather(torch.stack(list(result.metrics.values()))[None]).mean(dim=0).tolist()
+        means = torch.stack(list(result.metrics.values()))
+        if not (result.mask & (advantages != 0)).any():
+            means = torch.full_like(means, torch.nan)  # of no token
+        means = self.accelerator.gather(means[None]).nanmean(dim=0).tolist()
         for name, mean in zip(result.metrics, means, strict=True):
-            self._metrics[mode][f"surrogate/{name}"].append(mean)
+            if not math.isnan(mean):
+                self._metrics[mode][f"surrogate/{name}"].append(mean)
         if mode == "train":
             for record in self.records:
-                record.add_visit(inputs, logprobs, old_logprobs, entropies, mask, result)
+                record.add_visit(inputs, entropies, result)
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.rewards = super()._calculate_rewards(*args, **kwargs)  # (B, functions), of all processes
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> Tensor:
+        self.completion_ids = completion_ids  # masks may hide some of them later
+        self.rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)  # of all processes
         return self.rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         outputs = super()._generate_and_score_completions(inputs)
-        outputs["row"] = torch.arange(len(inputs), device=outputs["completion_ids"].device)  # they will be shuffled
+        first = self.rows
+        self.rows += len(inputs)
+        outputs["row"] = torch.arange(first, self.rows, device=outputs["completion_ids"].device)  # will be shuffled
         if self.model.training:
             for record in self.records:
                 record.begin_rollout(inputs, outputs)
@@ -157,10 +168,9 @@ def check_arguments(args: trl.GRPOConfig) -> None:
     if args.loss_type not in AGGREGATIONS:
         fix = f"loss_type says how losses are averaged: one of {', '.join(AGGREGATIONS)}"
         raise ValueError(f"loss_type={args.loss_type!r} is a loss of TRL's: name it as surrogate=; {fix}")
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
     for name in REPLACED:
         value = getattr(args, name, None)
-        if value is not None and value != defaults[name]:
+        if value is not None and value != getattr(type(args), name):  # the default
             raise ValueError(f"{name}={value!r} has no effect here: leave it out; it is an argument of surrogate=")
     for name in ("use_liger_kernel", "use_liger_loss"):
         if getattr(args, name, False):
@@ -168,11 +178,11 @@ def check_arguments(args: trl.GRPOConfig) -> None:
 
 
 class Record(TrainerCallback):
-    """Writes a run folder that ``pspo view``, ``report``, ``compare`` and ``findings`` read: settings, metrics of each
-    log, completions and tokens of each rollout's first groups. For `GRPOTrainer` of this module; of process 0's rows.
+    """Writes a run folder for ``pspo view`` and the curves of ``pspo report``: settings, metrics of each log, and of
+    each rollout's first groups completions and tokens. For `GRPOTrainer` of this module; of process 0's rows.
 
     Args:
-        folder: of the run.
+        folder: of the run, a new one, also if TRL resumes from a checkpoint.
         groups: per rollout whose completions and tokens are recorded, as --run.record_tokens.
     """
 
@@ -181,8 +191,8 @@ class Record(TrainerCallback):
         self.groups = groups
         self.trainer: GRPOTrainer | None = None
         self.problems: dict[str, int] = {}  # numbers of prompts, in the order in which they come
-        self.samples: list[dict[str, Any]] = []  # of the rollout that is trained on
-        self.token_ids: list[list[int]] = []
+        self.samples: dict[int, dict[str, Any]] = {}  # by row, of the rollout that is trained on
+        self.token_ids: dict[int, list[int]] = {}
         self.visits: list[pd.DataFrame] = []  # to tokens of these
         self.step_visits: list[dict[str, Tensor]] = []  # to all tokens, of the optimizer step that is computed
         self.statistics: dict[str, float] = {}
@@ -191,53 +201,50 @@ class Record(TrainerCallback):
         if self.trainer is None:
             raise ValueError("Record needs pspo_bridge.trl.GRPOTrainer: TRL's own does not tell what its loss computes")
         if state.is_world_process_zero:
+            if (self.folder / "metrics.jsonl").exists():
+                raise ValueError(f"{self.folder} holds a run already: give Record another folder")
             (self.folder / "tokens.parquet").mkdir(parents=True, exist_ok=True)
             settings = run_settings(self.trainer, args, state.max_steps, self)
             (self.folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 
     def begin_rollout(self, inputs: list[dict[str, Any]], outputs: dict[str, Any]) -> None:
-        """Keep the first groups of a rollout, after the one before is written; ``outputs`` as TRL's has them."""
-        self.write_rollout()
+        """Keep the first groups of a rollout; ``outputs`` as TRL's has them."""
+        if not self.step_visits:  # else an optimizer step takes several rollouts
+            self.write_rollout()
         trainer = self.trainer
         rewards = trainer.rewards[trainer.accelerator.process_index * len(inputs) :].tolist()
         group_size = trainer.num_generations
         eos = trainer.processing_class.eos_token_id
         for row in range(min(self.groups * group_size, len(inputs))):
-            prompt = inputs[row]["prompt"]
-            ids = outputs["completion_ids"][row][outputs["completion_mask"][row].bool()].tolist()
-            weights = trainer.reward_weights.tolist()
-            self.token_ids.append(ids)
-            self.samples.append({
+            prompt = inputs[row].get("prompt", "")
+            ids = list(trainer.completion_ids[row])
+            values = [None if math.isnan(value) else value for value in rewards[row]]
+            weighted = zip(trainer.reward_weights.tolist(), values, strict=True)
+            number = int(outputs["row"][row])
+            self.token_ids[number] = ids
+            self.samples[number] = {
                 "step": None,  # the last one on this rollout, known when it is written
                 "problem": self.problems.setdefault(json.dumps(prompt), len(self.problems)),
                 "sample": row % group_size,
                 "prompt": prompt,
                 "completion": trainer.processing_class.decode(ids, skip_special_tokens=True),
-                "reward": sum(weight * value for weight, value in zip(weights, rewards[row], strict=True)),
+                "reward": sum(weight * value for weight, value in weighted if value is not None),
                 "advantage": outputs["advantages"][row].flatten()[0].item(),
                 "tokens": len(ids),
                 "truncated": len(ids) == trainer.max_completion_length and ids[-1] != eos,
-                "rewards": dict(zip(trainer.reward_func_names, rewards[row], strict=True)),
-            })  # fmt: skip
+                "rewards": dict(zip(trainer.reward_func_names, values, strict=True)),
+            }
 
-    def add_visit(
-        self,
-        inputs: dict[str, Any],
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        entropies: Tensor,
-        mask: Tensor,
-        result: Evaluation,
-    ) -> None:
-        """Keep what an optimizer step computes at a microbatch's tokens; all tensors are (B, T)."""
-        mask = mask.bool()
+    def add_visit(self, inputs: dict[str, Any], entropies: Tensor, result: Evaluation) -> None:
+        """Keep what an optimizer step computes at a microbatch's tokens; entropies (B, T)."""
+        mask = result.mask
         values = {
-            "logprob": logprobs.detach(),
-            "old_logprob": old_logprobs,
+            "logprob": result.logprobs,
+            "old_logprob": result.old_logprobs,
             "sampler_logprob": inputs.get("sampling_per_token_logps"),
             "reference_logprob": inputs.get("ref_per_token_logps"),
             "entropy": entropies.detach(),
-            "advantage": inputs["advantages"].advantages,
+            "advantage": result.advantages,
             "weight": result.weights,
             "row": inputs["row"][:, None],
             "position": torch.arange(mask.shape[1], device=mask.device),
@@ -246,36 +253,33 @@ class Record(TrainerCallback):
         self.step_visits.append(tokens)
 
     def on_step_end(self, args: trl.GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        parts = defaultdict(list)
-        for visit in self.step_visits:
-            for name, values in visit.items():
-                parts[name].append(values)
+        names = self.step_visits[0]
+        tokens = {name: torch.cat([visit[name] for visit in self.step_visits]) for name in names}
         self.step_visits = []
-        tokens = {name: torch.cat(values) for name, values in parts.items()}
         active = {name: values[tokens["advantage"] != 0] for name, values in tokens.items()}
         self.statistics = diagnose(
             active["logprob"], active["old_logprob"], active["advantage"], active["weight"], active["row"]
         )
-        is_recorded = tokens["row"] < len(self.samples)
+        is_recorded = torch.isin(tokens["row"], torch.tensor(list(self.samples)))
         visit = pd.DataFrame({name: values[is_recorded].numpy() for name, values in tokens.items()})
         self.visits.append(visit.assign(step=state.global_step))
 
     def write_rollout(self) -> None:
         """Write samples and tokens of the rollout that was trained on, by its last step, and forget them."""
         if self.visits and self.trainer.accelerator.is_main_process:
-            step = int(self.visits[-1]["step"].iloc[-1]) if len(self.visits[-1]) else self.trainer.state.global_step
-            append_lines(self.folder / "samples.jsonl", [sample | {"step": step} for sample in self.samples])
+            step = self.trainer.state.global_step
+            append_lines(self.folder / "samples.jsonl", [sample | {"step": step} for sample in self.samples.values()])
             tokens = pd.concat(self.visits, ignore_index=True)
-            texts = [token_texts(self.trainer.processing_class, ids) for ids in self.token_ids]
-            places = list(zip(tokens["row"], tokens["position"], strict=True))
-            tokens["text"] = [texts[row][position] for row, position in places]
-            tokens["token_id"] = [self.token_ids[row][position] for row, position in places]
-            for name in ("problem", "sample"):
-                tokens[name] = [self.samples[row][name] for row in tokens["row"]]
+            parts = []
+            for row, ids in self.token_ids.items():
+                texts = token_texts(self.trainer.processing_class, ids)
+                part = pd.DataFrame({"position": range(len(ids)), "token_id": ids, "text": texts})
+                parts.append(part.assign(row=row, **{name: self.samples[row][name] for name in ("problem", "sample")}))
+            tokens = tokens.merge(pd.concat(parts), on=["row", "position"])
             file = self.folder / "tokens.parquet" / f"step-{step:06d}.parquet"
             tokens.reindex(columns=COLUMNS).to_parquet(file, compression="zstd", index=False)
-        self.samples = []
-        self.token_ids = []
+        self.samples = {}
+        self.token_ids = {}
         self.visits = []
 
     def on_log(self, args: trl.GRPOConfig, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
@@ -301,13 +305,12 @@ def run_settings(trainer: GRPOTrainer, args: trl.GRPOConfig, max_steps: int, rec
     """TRL's arguments as switches of pspo: those that docs/guide/trl.md translates."""
     surrogate = trainer.surrogate
     kind = type(surrogate)
-    module = "pspo.losses" if kind.__name__ in BUILT_IN else kind.__module__
+    module = "pspo.losses" if vars(pspo.losses).get(kind.__name__) is kind else kind.__module__
     fields = dataclasses.asdict(surrogate) if dataclasses.is_dataclass(surrogate) else {}
-    dataset = getattr(trainer.train_dataset, "info", None)
     return {
         "trainer": "trl",
         "model": {"name_or_path": trainer.model.config._name_or_path},
-        "data": {"name": getattr(dataset, "dataset_name", None) or "train_dataset"},
+        "data": {"name": "train_dataset"},
         "rollout": {
             "prompts": args.generation_batch_size // args.num_generations,
             "group_size": args.num_generations,
@@ -324,17 +327,8 @@ def run_settings(trainer: GRPOTrainer, args: trl.GRPOConfig, max_steps: int, rec
             "advantages": args.scale_rewards,
             "beta": args.beta,
         },
-        "optimizer": {
-            "lr": args.learning_rate,
-            "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
-            "max_grad_norm": args.max_grad_norm,
-        },
-        "run": {
-            "output_dir": str(record.folder),
-            "seed": args.seed,
-            "max_steps": max_steps,
-            "record_tokens": record.groups,
-        },
+        "optimizer": {"lr": args.learning_rate, "max_grad_norm": args.max_grad_norm},
+        "run": {"output_dir": str(record.folder), "seed": args.seed, "max_steps": max_steps},
     }
 
 

@@ -19,8 +19,6 @@ from verl.workers.config import actor
 
 from pspo_bridge import BUILT_IN, evaluate, make_surrogate
 
-Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
-
 
 @dataclass
 class PolicyLossConfig(actor.PolicyLossConfig):
@@ -33,11 +31,12 @@ class PolicyLossConfig(actor.PolicyLossConfig):
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        make_surrogate(self.loss_mode, **self.arguments)
-        register_policy_loss(self.loss_mode)(policy_loss(self.loss_mode))
+        if "." in self.loss_mode:  # else one of verl's own
+            make_surrogate(self.loss_mode, **(self.arguments or {}))
+            register_policy_loss(self.loss_mode)(policy_loss(self.loss_mode))
 
 
-def policy_loss(name: str) -> Loss:
+def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
     """The policy loss of a surrogate, as verl calls it."""
 
     def loss(

@@ -36,7 +36,9 @@ def by_length(completion_ids, **_):
     return [float(len(ids) % 3) for ids in completion_ids]
 
 
-def make_trainer(folder, surrogate="PSPO", model=None, accumulation=1, callbacks=(), **arguments):
+def make_trainer(
+    folder, surrogate="PSPO", model=None, accumulation=1, callbacks=(), reward_funcs=by_length, **arguments
+):
     rows = len(PROMPTS) * GROUP
     defaults = {
         "output_dir": str(folder),
@@ -64,9 +66,9 @@ def make_trainer(folder, surrogate="PSPO", model=None, accumulation=1, callbacks
     config = ModelConfig()
     return GRPOTrainer(
         model or load_policy(config, torch.device("cpu")),
-        by_length,
+        reward_funcs,
         trl.GRPOConfig(**defaults | arguments),
-        Dataset.from_dict({"prompt": PROMPTS}),
+        Dataset.from_dict({"prompt": PROMPTS * 12}),
         processing_class=load_tokenizer(config),
         callbacks=list(callbacks),
         surrogate=surrogate,
@@ -249,6 +251,36 @@ def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, capsys):
     assert {group["prompt"] for group in page["groups"]} <= set(PROMPTS)
     assert page["runs"][0]["method"] == "PSPO"
     assert page["runs"][0]["curve"] is not None
+
+
+@pytest.mark.parametrize(("per_generation", "accumulation"), [(1, 4), (3, 2)])
+def test_a_record_of_rollouts_that_end_inside_a_step(tmp_path, per_generation, accumulation):
+    """Each token of a recorded completion once; truncated ones that TRL masks, and rewards that are None, too."""
+
+    def unknown(completion_ids, **_):
+        return [None] * len(completion_ids)
+
+    run = tmp_path / "run"
+    trainer = make_trainer(
+        tmp_path,
+        callbacks=[Record(run, groups=99)],
+        reward_funcs=[by_length, unknown],
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=per_generation,
+        per_device_train_batch_size=GROUP,
+        num_iterations=1,
+        max_steps=3,
+        mask_truncated_completions=True,
+    )
+    trainer.train()
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 3 * accumulation * GROUP
+    assert all(sample["rewards"] == {"by_length": sample["reward"], "unknown": None} for sample in samples)
+    assert any(sample["truncated"] and sample["tokens"] == LIMIT for sample in samples)
+    tokens = pd.read_parquet(run / "tokens.parquet")
+    assert len(tokens) == sum(sample["tokens"] for sample in samples if not sample["truncated"])
+    with pytest.raises(ValueError, match="holds a run already"):
+        trainer.train()
 
 
 @dataclass(frozen=True)
