@@ -413,7 +413,7 @@ def update_counts(**settings) -> Iterator[tuple[str, tuple[int, int]]]:
     rollout = generate(learner.policy, tokenizer, prompts, limited, group_size=2)
     for counter in (calls, launches, waits):
         counter.clear()
-    pspo.update.update(learner, rollout, torch.tensor([1.0, -1.0, 0.5, -0.5]), config)
+    pspo.update.step.update(learner, rollout, torch.tensor([1.0, -1.0, 0.5, -0.5]), config)
     for name, function in {"a microbatch": "backward", "a step": "take_step", "a rollout": "update"}.items():
         n = calls[function]
         yield name, (launches[function].total() / n, waits[function].total() / n)
