@@ -59,7 +59,7 @@ decoder graphs, stop strings: 16 tokens               23     2
 update: a microbatch                              1549.5     0
 update: a step                                       111     2
 update: a rollout                                      0     0
-update, KL and entropy: a microbatch              1583.5     0
+update, KL and entropy: a microbatch              1582.5     0
 update, KL and entropy: a step                       114     2
 update, KL and entropy: a rollout                   1144     0
 update, nucleus and correction: a microbatch      1565.5     0
