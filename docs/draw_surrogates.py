@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOPR, VESPO, Clip, NoClip, Surrogate
-from pspo_lab.figures import legend_handles, picture, styles
+from pspo_lab.figures import picture, styles
 
 FIGURE1 = {
     "Clip, ε = 0.2": Clip(epsilon=0.2),
@@ -74,7 +74,7 @@ def _draw(surrogates: dict[str, Surrogate], path: Path, old_prob: float = 1.0) -
                     curve = surrogate_and_slope(surrogate, ratio, advantage, old_prob)[row]
                     axes.plot(ratio, curve, label=label, **style)
                 if advantage < 0:
-                    handles = legend_handles(axes.get_lines())
+                    handles = sorted(axes.get_lines(), key=lambda line: -line.get_ydata()[-1])
                     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5))
     return path
 
