@@ -25,7 +25,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from pspo.tasks.workers import end_with_parent
+from pspo.signals import end_with_parent
 
 TIMEOUT = 600.0  # seconds that ranks wait for each other
 T = TypeVar("T")

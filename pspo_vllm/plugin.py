@@ -19,7 +19,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from pspo.tasks.workers import end_with_parent
+from pspo.signals import end_with_parent
 
 
 def register() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pspo import distributed as dist
 from pspo.model import is_out_of_memory
 from pspo.rollout.engine import EngineError
+from pspo.signals import Stopped
 from pspo.tasks.failures import user_traceback
-from pspo.tasks.workers import Stopped
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal; the same command resumes
 EXIT_INTERRUPTED = 130  # stopped at once

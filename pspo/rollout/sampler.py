@@ -23,7 +23,7 @@ from pspo.rollout.graphs import decode_by_graphs
 from pspo.rollout.library import generate_by_library
 from pspo.rollout.prompts import Prompts
 from pspo.rollout.types import Completions, Rollout, Sampling, join
-from pspo.tasks.workers import StopSignals
+from pspo.signals import StopSignals
 
 DECODERS = {"pspo": decode, "graphs": decode_by_graphs, "hf": generate_by_library}
 

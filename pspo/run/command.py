@@ -19,8 +19,8 @@ from pspo.run.messages import print_header, print_warnings, summary_text
 from pspo.run.prepare import prepare
 from pspo.run.resume import finished_summary
 from pspo.run.run import Run
+from pspo.signals import Stopped
 from pspo.tasks.failures import user_frames, user_traceback
-from pspo.tasks.workers import Stopped
 
 
 @memory_errors(

@@ -26,8 +26,8 @@ from pspo.run.resume import find_start, fork, resume
 from pspo.run.run import Run
 from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
+from pspo.signals import StopSignals
 from pspo.tasks.environment import load_class
-from pspo.tasks.workers import StopSignals
 from pspo.update.learner import make_learner
 from pspo.update.optimizers import check_optimizer
 

@@ -20,8 +20,8 @@ from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import write_errors
 from pspo.run.recorder import Recorder
 from pspo.run.validator import Validator
+from pspo.signals import Stopped, StopSignals
 from pspo.tasks.failures import undo_changes
-from pspo.tasks.workers import Stopped, StopSignals
 from pspo.update.learner import Learner
 
 
