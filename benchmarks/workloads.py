@@ -38,7 +38,7 @@ from pspo.tasks import load_problems, math_reward
 from pspo.tasks.problem import Problem
 from pspo.update import Learner
 from pspo.update.optimizers import make_optimizer
-from pspo_lab.plan_shapes import Shape
+from pspo_lab.shapes import Shape
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,10 @@ from pspo.model.device import peak_memory_gb
 from pspo.model.load import prepare_policy
 from pspo.rollout import encode_prompts
 from pspo.tasks import load_problems
-from pspo_lab.plan_shapes import QWEN, Shape
+from pspo_lab.shapes import QWEN, Shape
 
 GPU = "a GPU"
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # bf16 operations a second, dense: NVIDIA's data sheets
 GROUP = 4  # completions of a prompt
 TINY = Shape(32, 48, 2, 4, 2, 600, True, 8)  # in place of every shape in a rehearsal
 SHAPES = QWEN | {"135M": Shape(576, 1536, 30, 9, 3, 49152, True, 64, qkv_bias=False)}  # SmolLM2's config.json
@@ -81,6 +82,18 @@ def random_policy(shape: Shape, config: ModelConfig, device: torch.device) -> Pr
         policy = AutoModelForCausalLM.from_config(shape_config(shape))
     prepare_policy(policy, config)
     return policy
+
+
+def operations(shape: Shape, tokens: float, pairs: float, predicted: float) -> float:
+    """Operations of a forward pass.
+
+    Args:
+        tokens: that go through the layers.
+        pairs: of (query, key) in attention.
+        predicted: tokens that go through the output embedding.
+    """
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * pairs
+    return 2 * shape.layers * shape.layer * tokens + attention + 2 * shape.head * predicted
 
 
 def tiny_prompts(n: int) -> tuple[PreTrainedTokenizerBase, list[list[int]]]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import pspo.train
 from benchmarks.ablation import UNSHARED
-from benchmarks.gpu.common import GROUP, Options, Rows, random_policy, row, timed, tiny_prompts
+from benchmarks.gpu.common import GROUP, PEAKS, Options, Rows, operations, random_policy, row, timed, tiny_prompts
 from benchmarks.gpu.correctness import ROOT, SHORT, torchrun
 from benchmarks.vs_trl import run_pspo, run_trl
 from benchmarks.workloads import Workload, model_folder
@@ -31,7 +31,7 @@ from pspo.model.device import peak_memory_gb
 from pspo.rollout import Rollout, Sampling, generate, left_pad
 from pspo.update import Learner, update
 from pspo.update.optimizers import make_optimizer
-from pspo_lab.plan_shapes import GPUS, Shape
+from pspo_lab.shapes import Shape
 
 OFF = {  # optimisations without a switch
     "prompts-per-row": UNSHARED,
@@ -147,10 +147,10 @@ def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
 
     predicted = load.rows * load.tokens
     pairs = sum(n * n / 2 + GROUP * load.tokens * (n + load.tokens / 2) for n in lengths)
-    rate = 3 * shape.flops(sum(lengths) + predicted, pairs, predicted) / seconds
+    rate = 3 * operations(shape, sum(lengths) + predicted, pairs, predicted) / seconds
     peaks = {"measured": matrix_rate(options)}
     if device.type == "cuda":
-        peaks |= {f"{name}'s": gpu.flops for name, gpu in GPUS.items() if name in torch.cuda.get_device_name()}
+        peaks |= {f"{name}'s": peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name()}
     least = None if load.size == "135M" or off else 0.4
     return [
         row("optimizer step", seconds, "s"),

@@ -1,6 +1,5 @@
-"""Shapes of models and of GPUs: operations, bytes and seconds that `pspo_lab.plan_cost` adds up."""
+"""Shapes of models: the elements and bytes that `pspo_lab.plan_command` adds up."""
 
-import math
 from dataclasses import dataclass
 
 
@@ -67,18 +66,7 @@ class Shape:
         """Bytes of one token's keys and values in bf16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
-    def flops(self, tokens: float, pairs: float, predicted: float) -> float:
-        """Operations of a forward pass.
-
-        Args:
-            tokens: that go through the layers.
-            pairs: of (query, key) in attention, masked ones included.
-            predicted: tokens that go through the output embedding.
-        """
-        attention = 4 * self.layers * self.heads * self.head_dim * pairs
-        return 2 * self.layers * self.layer * tokens + attention + 2 * self.head * predicted
-
-    def activations(self, tokens: float, keys: float, pairs: float, checkpointing: bool = False) -> float:
+    def activations(self, tokens: float, keys: float, pairs: float, checkpointing: bool) -> float:
         """Bytes that autograd keeps of a forward pass through the layers, with attention through sdpa and a mask.
 
         Per token and layer: residual and its normalised form twice in float32, bf16 copies of the latter for q, k, v,
@@ -100,37 +88,4 @@ QWEN = {  # Qwen2.5's technical report and config.json; Qwen2, -Math and -Coder 
     "14B": Shape(5120, 13824, 48, 40, 8, 152064, False),
     "32B": Shape(5120, 27648, 64, 40, 8, 152064, False),
     "72B": Shape(8192, 29568, 80, 64, 8, 152064, False),
-}
-
-
-@dataclass(frozen=True)
-class GPU:
-    """Bytes of memory, bf16 operations a second, bytes a second from memory and, one way, to other GPUs.
-
-    Attributes:
-        network: of each GPU's own link; the links of a node work together.
-        latency: seconds that one hop of a ring takes.
-    """
-
-    memory: float
-    flops: float
-    bandwidth: float
-    nvlink: float = 450e9
-    network: float = 50e9  # 400 Gb/s
-    latency: float = 5e-6
-    node: int = 8
-
-    def collective(self, size: float, calls: int, gpus: int) -> float:
-        """Seconds to all-gather, or to reduce and scatter, ``size`` bytes over rings, in so many calls."""
-        nodes = math.ceil(gpus / self.node)
-        local = min(gpus, self.node)
-        within = size * (1 - 1 / local) / self.nvlink
-        between = size * (1 - 1 / nodes) / (self.network * local)
-        return max(within, between) + calls * (gpus - 1) * self.latency
-
-
-GPUS = {  # SXM; NVIDIA's datasheets, dense
-    "A100": GPU(80e9, 312e12, 2.039e12, nvlink=300e9, network=25e9),
-    "H100": GPU(80e9, 989e12, 3.35e12),
-    "H200": GPU(141e9, 989e12, 4.8e12),
 }
