@@ -5,7 +5,6 @@ does nothing unless VLLM_PLUGINS names pspo, as in servers of ``pspo serve``.
 """
 
 from base64 import b64decode
-from dataclasses import dataclass
 from multiprocessing import parent_process
 from typing import Any
 
@@ -13,7 +12,6 @@ import safetensors.torch
 from torch import Tensor
 from vllm import envs
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -28,7 +26,7 @@ def register() -> None:
         return
     if parent_process() is not None:  # not the server itself: it may outlive its shell
         end_with_parent()
-    WeightTransferEngineFactory.register_engine("http", HTTPWeightTransfer)
+    WeightTransferEngineFactory.register_engine("pspo", PushedWeights)
     return_logprobs_at_temperature()
 
 
@@ -47,21 +45,12 @@ def return_logprobs_at_temperature() -> None:
     Sampler.forward = forward_at_temperature
 
 
-@dataclass
-class WeightFile(WeightTransferUpdateInfo):
-    """Some weights, by their names in a model's files: a safetensors file, in base64."""
+class PushedWeights(NCCLWeightTransferEngine):
+    """Takes weights by NCCL, or from a trainer without a GPU: a safetensors file in the body of ``/update_weights``."""
 
-    safetensors: str
-
-
-class HTTPWeightTransfer(NCCLWeightTransferEngine):
-    """Takes weights from the bodies of ``/update_weights``; all of vLLM's own ways need CUDA. The rest is NCCL's."""
-
-    update_info_cls = WeightFile
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:  # the base class's synchronizes an accelerator
-        self.receive_weights(self.parse_update_info(update_info))
-
-    def receive_weights(self, update_info: WeightFile) -> None:
-        weights = safetensors.torch.load(b64decode(update_info.safetensors))
-        self.model.load_weights(weights.items())
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        if "safetensors" in update_info:
+            weights = safetensors.torch.load(b64decode(update_info["safetensors"]))
+            self.model.load_weights(weights.items())
+        else:
+            super().update_weights(update_info)

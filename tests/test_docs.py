@@ -51,7 +51,7 @@ def commands() -> list[tuple[str, str]]:
             rest = re.sub(r"\$\(\(.*?\)\)", "1", rest)  # what the shell computes
             rest = re.sub(r"\$\(IFS=,;.*?\)", "http://b:8000", rest)
             words = shlex.split(rest, comments=True)
-            end = next((i for i, word in enumerate(words) if word in (">", "&", "&&", "--")), len(words))
+            end = next((i for i, word in enumerate(words) if word in (">", "&", "&&")), len(words))
             if words[:end]:
                 found.add((module or name, shlex.join(words[:end])))
     return sorted(found)
