@@ -23,7 +23,6 @@ from pspo.cli.parse import user_errors
 from pspo.cli.terminal import one_line, tolerate_output
 from pspo.tasks.files import local_path
 from pspo_lab.figures import draw_task
-from pspo_lab.paper import against_paper
 from pspo_lab.runs import Runs, read_runs, run_folders, warn
 from pspo_lab.settings import DATA, MODEL, SEED, labels, shared_sentence
 from pspo_lab.tables import NOTES, escape_markdown, file_name, report_text, tables, terminal_text
@@ -119,18 +118,10 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("pspo report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders above them")
     parser.add_argument("--output_dir", type=Path, default=Path("report"), help="of the report (default: report)")
-    against = "also the paper's numbers beside these runs' (against-paper.md)"
-    parser.add_argument("--against", choices=["paper"], help=against)
     options = parser.parse_args(args)
     tolerate_output()
     with user_errors("pspo report"):
         output = local_path(options.output_dir)
         output.mkdir(parents=True, exist_ok=True)
-        runs = read_runs(run_folders(options.runs))
-        files = write_report(runs, output)
-        if options.against:
-            text = against_paper(runs)
-            write_text(output / "against-paper.md", text)
-            print(text)
-            files.append(output / "against-paper.md")
+        files = write_report(read_runs(run_folders(options.runs)), output)
     print("\n".join(one_line(str(file)) for file in files))

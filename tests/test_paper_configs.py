@@ -84,11 +84,11 @@ def test_files_say_what_the_paper_says(base):
 
 @pytest.mark.parametrize(("processes", "experiments"), [(1, 4), (4, 1)])
 def test_the_sweep_of_the_main_table_has_its_rows_and_settings(monkeypatch, processes, experiments):
-    """All of `pspo_lab/paper.csv`, and what the files of configs/paper say but for memory, disk and revisions."""
+    """All of `results/paper.csv`, and what the files of configs/paper say but for memory, disk and revisions."""
     monkeypatch.chdir(PAPER.parents[1])
     args = ["--config=configs/sweep/main-table.yaml", f"--processes={processes}"]
     args += ["--only=[qwen2.5-7b]"] * (processes == 4)
-    paper = pd.read_csv(PAPER.parents[1] / "pspo_lab/paper.csv", keep_default_na=False)
+    paper = pd.read_csv(PAPER.parents[1] / "results/paper.csv", keep_default_na=False)
     paper = paper[(paper["table"] == {1: "main", 4: "7B"}[processes]) & (paper["method"] != "untrained")]
     found, untrained = set(), 0
     for method in make_plan(parse(SweepConfig, "pspo sweep", args)[0]):

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from scipy.stats import ttest_1samp
 
 from pspo_lab.figures import draw_curves
-from pspo_lab.paper import NOTE
 from pspo_lab.report_command import main
 from pspo_lab.runs import read_runs
 from pspo_lab.settings import labels, shared_sentence
@@ -337,43 +336,6 @@ def test_whatever_cannot_be_read_is_named_and_the_rest_reported(make_run, make_e
         assert re.search(line, err), line
 
 
-# Against the paper
-
-
-def against(roots, tmp_path) -> tuple[list[list[str]], str]:
-    """The rows of against-paper.md's first table, and its text."""
-    main([*map(str, roots), "--against", "paper", "--output_dir", str(tmp_path / "out")])
-    text = (tmp_path / "out/against-paper.md").read_text()
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines], text
-
-
-def test_runs_stand_beside_the_papers(make_run, make_evaluation, tmp_path, saved):
-    paper = {"model.name_or_path": "Qwen/Qwen2.5-0.5B", "data.name": "gsm8k"}
-    for seed, value in enumerate([0.50, 0.52, 0.54]):
-        run = make_run(f"p{seed}", "PSPO", seed, after=0.9, **paper)  # of 100 problems: fewer than the evaluation's
-        make_evaluation(run / "all", str(run / "best"), 0.7, data="gsm8k+asdiv")
-        results = json.loads((run / "all/results.json").read_text())
-        estimate = {"value": value, "ci95": [value, value]}
-        sets = {name: {"n": 1319, "accuracy": estimate, "gold_anywhere": estimate} for name in ("gsm8k", "asdiv")}
-        results["temperatures"]["0"]["breakdown"] = {"source": sets}
-        (run / "all/results.json").write_text(json.dumps(results))
-    make_evaluation(tmp_path / "runs/before", "Qwen/Qwen2.5-0.5B", 0.2, data="math")
-    make_run("another", "NoClip", after=0.8)
-    rows, text = against([tmp_path / "runs"], tmp_path)
-    columns = ["gsm8k", "asdiv", "svamp", "math", "sums"]
-    assert rows[0] == ["", "trained on", "method", "source", *columns, "setting"]
-    (place,) = (i for i, row in enumerate(rows) if row[:4] == ["Qwen2.5-0.5B", "gsm8k", "PSPO", "paper"])
-    assert rows[place][4:8] == ["53.0", "78.8", "69.7", "41.9"]  # by the paper's main table
-    half = 100 * T2 * 0.02
-    both = [f"52.0 [{52 - half:.1f}, {52 + half:.1f}] ({gap})" for gap in ("-1.0", "-26.8")]
-    assert rows[place + 1][:8] == ["Qwen2.5-0.5B", "gsm8k", "PSPO", "ours, 3 seeds", *both, "–", "–"]
-    (place,) = (i for i, row in enumerate(rows) if row[:4] == ["Qwen2.5-0.5B", "", "untrained", "paper"])
-    assert rows[place + 1][3:8] == ["ours", "40.0 [30.0, 60.0] (+23.1)", "–", "–", "20.0 [19.0, 21.0] (-10.2)"]
-    assert rows[-1][:4] == ["tiny", "sums", "NoClip, epochs 2", "ours, 1 seed"]  # the paper has one
-    assert "The paper has no runs of tiny: nothing is compared there." in text
-
-
 @pytest.mark.parametrize("name", ["tv", "tv_smoothed", "resampled_share", "ratio_max", "steps to peak"])
 def test_what_has_no_upper_bound_is_not_cut_at_one(name):
     means = mean_over_seeds(pd.DataFrame({"row": "a", "column": name, "value": [0.5, 2.0, 4.0]}))
@@ -408,7 +370,7 @@ def others_report(make_run, make_evaluation, tmp_path, capsys):
         make_evaluation(folder / "evaluation", text, 0.5, data=text)
         make_evaluation(tmp_path / "runs/other", f"{text}!", 0.5, data=text)
         before = {*tmp_path.rglob("*")}
-        main([str(tmp_path / "runs"), "--against", "paper", "--output_dir", str(tmp_path / "out")])
+        main([str(tmp_path / "runs"), "--output_dir", str(tmp_path / "out")])
         assert {path.parent for path in {*tmp_path.rglob("*")} - before} == {tmp_path / "out", tmp_path}
         printed = capsys.readouterr()
         return {path.name: path.read_text("utf-8") for path in (tmp_path / "out").iterdir()}, printed.out + printed.err
@@ -420,21 +382,19 @@ def others_report(make_run, make_evaluation, tmp_path, capsys):
 def test_what_others_wrote_is_shown_and_does_nothing(others_report, text):
     files, printed = others_report(text)
     pictures = [content for name, content in files.items() if name.endswith(".svg")]
-    assert {"report.md", "table.csv", "against-paper.md"} < files.keys()
+    assert {"report.md", "table.csv"} < files.keys()
     assert len(pictures) >= 2
     for content in (printed, *files.values()):
         assert all(letter.isprintable() for letter in content.replace("\n", ""))
     shown = re.findall(r"[a-z]{3,}", " ".join(text.split()))
     assert all(word in content for word in shown for content in (printed, files["report.md"]))
 
-    for name in ("report.md", "against-paper.md"):
-        page = re.sub(r"^!\[[\w.+-]+\]\([\w.+-]+\.svg\)$", "", files[name], flags=re.MULTILINE)  # of ours
-        assert "<" not in page
-        assert "](" not in page.replace(r"\](", "")
-        assert {line.split()[0] for line in page.splitlines() if line} <= {
-            "#", "##", "###", "*", "|", "All", "A", "Not", "On", "Differences",
-            *(note.split()[0] for note in [*NOTES.values(), NOTE]),
-        }  # fmt: skip
+    page = re.sub(r"^!\[[\w.+-]+\]\([\w.+-]+\.svg\)$", "", files["report.md"], flags=re.MULTILINE)  # of ours
+    assert "<" not in page
+    assert "](" not in page.replace(r"\](", "")
+    assert {line.split()[0] for line in page.splitlines() if line} <= {
+        "#", "##", "###", "*", "|", "All", "A", "Not", "On", *(note.split()[0] for note in NOTES.values()),
+    }  # fmt: skip
     for picture in pictures:
         kinds = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(picture).iter()}
         assert kinds <= SVG
