@@ -1,14 +1,13 @@
 """Look at runs and plan them: view, report, sweep, compare, findings, plan; code rewards in a sandbox.
 
-In a notebook ``pspo_lab.view("runs/mine")`` shows the page of a run, ``pspo_lab.report("runs")`` the report of some;
-``pspo.train(..., on_rollout=pspo_lab.live_curve())`` draws the reward while it trains.
+In a notebook ``pspo_lab.view("runs/mine")`` shows the page of a run, ``pspo_lab.report("runs")`` the report of some.
 """
 
 import importlib
 from typing import Any
 
-MODULES = {"live_curve": "view_command", "report": "report_command", "view": "view_command"}
-__all__ = ["live_curve", "report", "view"]
+MODULES = {"report": "report_command", "view": "view_command"}
+__all__ = ["report", "view"]
 
 
 def __getattr__(name: str) -> Any:

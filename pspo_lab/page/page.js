@@ -513,20 +513,9 @@ async function unpack(text) { // base64 of gzipped JSON
   return JSON.parse(await new Response(stream).text());
 }
 
-async function follow(version) {
-  const answer = await fetch(`data?since=${encodeURIComponent(version)}`);
-  if (answer.status === 200) {
-    data = await unpack(await answer.text());
-    version = answer.headers.get("X-Version");
-    if (!main.contains(document.activeElement)) render();
-  }
-  setTimeout(() => follow(version), 2000);
-}
-
 (async () => {
   data = await unpack(document.getElementById("data").textContent);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", render);
   render();
   document.body.dataset.ready = "true";
-  if (WATCH) follow("");
 })();

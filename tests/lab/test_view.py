@@ -5,22 +5,15 @@ import gzip
 import json
 import re
 import shutil
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import yaml
 
-import pspo_lab
 from pspo.cli.files import append_jsonl, read_json, read_jsonl
 from pspo.train import main as train
-from pspo.train import train_model
 from pspo_lab.report_command import main as report
 from pspo_lab.view_command import make_page
 
@@ -173,18 +166,6 @@ def test_several_runs_have_names_and_a_row_each(runs):
         assert row["reward"] == read_jsonl(runs / f"seed-{seed}/metrics.jsonl")[-1]["reward"]
 
 
-def test_a_notebook_s_curve_grows_with_every_rollout(monkeypatch, tmp_path):
-    shown = []
-    display = SimpleNamespace(SVG=str, display=lambda display_id: SimpleNamespace(update=shown.append))
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display, version_info=(9, 0)))
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
-    run = {"max_steps": 4, "test_limit": 0, "validate_every": 0, "quiet": True, "output_dir": str(tmp_path / "run")}
-    rollout = {"prompts": 2, "max_completion_tokens": 8}
-    train_model(data={"limit": 20}, rollout=rollout, run=run, on_rollout=pspo_lab.live_curve())
-    assert len(shown) == 2
-    assert all("<svg" in text for text in shown)
-
-
 def test_what_a_model_wrote_is_data(runs, tmp_path):
     run = Path(shutil.copytree(runs / "seed-0", tmp_path / "</title><b>run"))
     samples = read_jsonl(run / "samples.jsonl")
@@ -228,30 +209,3 @@ def test_a_page_imports_nothing_that_a_run_names(runs, tmp_path, monkeypatch):
         Path("run/config.yaml").write_text(yaml.safe_dump(config))
         assert data_of(make_page([Path("run")]))["runs"][0]["curve"] is None
         assert not Path("executed").exists()
-
-
-@pytest.mark.slow
-def test_watching_follows_a_run_and_answers_this_machine_alone(runs, tmp_path):
-    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    command = [sys.executable, "-m", "pspo", "view", str(run), "--watch", "--port=0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        url = process.stdout.readline().split()[0]
-        assert url.startswith("http://127.0.0.1:")
-        assert "const WATCH = true" in urllib.request.urlopen(url).read().decode()
-        answer = urllib.request.urlopen(f"{url}/data?since=")
-        version = answer.headers["X-Version"]
-        assert urllib.request.urlopen(f"{url}/data?since={version}").status == 204
-        last = read_jsonl(run / "metrics.jsonl")[-1]
-        append_jsonl(run / "metrics.jsonl", last | {"step": last["step"] + 2})
-        later = urllib.request.urlopen(f"{url}/data?since={version}")
-        (curve,) = json.loads(gzip.decompress(base64.b64decode(later.read())))["curves"]
-        assert numbers(curve["step"])[-1] == last["step"] + 2
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "evil.example"}))
-    finally:
-        process.terminate()
-        process.wait()
-    changed = {path for path, content in before.items() if path.read_bytes() != content}
-    assert changed == {run / "metrics.jsonl"}  # by this test
