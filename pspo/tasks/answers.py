@@ -34,23 +34,24 @@ MAX_DIGITS = 1000  # below Python's own limit of 4,300 for int(str), beyond whic
 MAX_EXPONENT_DIGITS = 4
 
 _DASHES = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
-_COMMAS = r"(?:(?:,(?:\\![ ]?)?|\{,\})[0-9]{3}(?![0-9]))++"
-_SPACES = r"(?:(?:\\[,;:\ ]|['_\u2019\u00a0\u2009\u202f])[0-9]{3}(?![0-9]))++"
-_BLANKS = r"(?:[ ][0-9]{3}(?![0-9]))++(?![ ][0-9]|-?[a-z])"  # neither 100 200 3 nor 12 100-dollar bills
-# (?> never gives a separator back
+# Parts of a number. `++`, `*+` and `(?>` never give a character back.
+_COMMAS = r"(?:(?:,(?:\\![ ]?)?|\{,\})[0-9]{3}(?![0-9]))++"  # ,234,567 and ,\!234 and {,}234
+_SPACES = r"(?:(?:\\[,;:\ ]|['_\u2019\u00a0\u2009\u202f])[0-9]{3}(?![0-9]))++"  # \,234 and '234
+_BLANKS = r"(?:[ ][0-9]{3}(?![0-9]))++(?![ ][0-9]|-?[a-z])"  # " 234 567", but neither 100 200 3 nor 12 100-dollar bills
 _DIGITS = rf"(?>[1-9][0-9]{{0,2}}(?:{_COMMAS}|{_SPACES})|(?<![0-9][ ])[1-9][0-9]{{0,2}}{_BLANKS}|[0-9]++)"
-_DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*+)?+|(?<![\w.])\.[0-9]++)"
-_ARGUMENT = rf"(?:\{{[ ]*+[-+]?{_DIGITS}[ ]*+\}}|[0-9])"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*+)?+|(?<![\w.])\.[0-9]++)"  # 1,234.50 and 5. and .5
+_ARGUMENT = rf"(?:\{{[ ]*+[-+]?{_DIGITS}[ ]*+\}}|[0-9])"  # {12} and 1 of \frac{12}{7} and \frac12
 _FRAC = r"\\[dtc]?frac[ ]*+"
 _TIMES = r"[ ]*+(?:\\times|\\cdot|[*×x·⋅])[ ]*+"
+# What makes a number beside it none: a root, \pi, an unsure sign, a fraction of more than integers, a power.
 _BRACES = r"\{[^{}\n]*+(?:\{[^{}\n]*+(?:\{[^{}\n]*+\}[^{}\n]*+)*+\}[^{}\n]*+)*+\}?+"  # up to three levels deep
-_TERM = rf"[ ]*+(?:{_BRACES}|\([^()\n]{{0,60}}+\)|[-+]?[\w.]++|\\[a-zA-Z]++)"
+_TERM = rf"[ ]*+(?:{_BRACES}|\([^()\n]{{0,60}}+\)|[-+]?[\w.]++|\\[a-zA-Z]++)"  # {2x} and (a + b) and x2 and \alpha
 _NO_NUMBER = rf"""(?:
     (?:\\?sqrt|\\ln|\\log|√)(?:\[[0-9a-z]{{1,3}}\]|_{_TERM})?+{_TERM}
     |\\pi(?![a-zA-Z])|π|(?:±|\\pm){_TERM}
     |(?!{_FRAC}{_ARGUMENT}[ ]*+{_ARGUMENT}){_FRAC}(?:{_TERM}){{0,2}}+
     |\^(?!\W{{0,4}}(?:circ|text|mathrm|st|nd|rd|th)\b){_TERM}
-)"""
+)"""  # 5^\circ is 5, 2^{nd} is 2
 _NUMBER = re.compile(
     rf"""
     (?=(?:-[ ]|[-+])?\\?[$£€¥₹]?[.0-9\\√π±^]|sqrt)  # implied by the rest; skips plain text ten times as fast
@@ -59,17 +60,17 @@ _NUMBER = re.compile(
         (?P<sign>(?:(?<![^=([{{*$<])|(?<=[=([{{<][ ]))-[ ]|(?<![^\W_])(?<!\))[-+])  # [^\W_]: of any script
         (?:\\?[$£€¥₹])?+
     )?+
-    (?:
+    (?:  # 2\frac{{1}}{{2}}, 2 1/2 and 3/4
         (?:(?P<whole>{_DIGITS})(?:[ ]|\\,|(?=\\)))?+
         (?:
             {_FRAC}(?P<numerator>{_ARGUMENT})[ ]*+(?P<denominator>{_ARGUMENT})
             |(?<![0-9]/)(?P<dividend>{_DECIMAL})/(?P<divisor>{_DECIMAL})(?!/[0-9])
-        )
+        )  # or 12.5, 2e-3, 3 \times 10^5 and 10^{{6}}
         |(?P<decimal>(?=10\^\{{?[-+]?[0-9])|{_DECIMAL})
         (?:(?:[eE]|(?:{_TIMES})?+10\^\{{?+)(?P<exponent>[-+]?[0-9]++)\}}?+)?+
         |(?={_NO_NUMBER})
     )
-    (?P<rest>
+    (?P<rest>  # what makes it none: 2\sqrt{{3}}, 2^5, 2**5, 5!, 10_2, 2½
         (?=[ *×x·⋅\\^√π±!_s¼-¾⅐-⅞])
         (?:(?:{_TIMES}|[ ])?+{_NO_NUMBER}|\*\*[0-9]++|!|_(?:[0-9]++|{_BRACES})|[¼-¾⅐-⅞])++
         (?:/{_DIGITS})?+
