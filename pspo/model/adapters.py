@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # PEFT imports it: advice on 4 bits
 
-# Fields of a PEFT configuration that may have any value, and those that may have some. Others must not be set, future
-# ones included: what is trained and merged is y = W x + b + s (B A x + l).
+# A PEFT configuration may set these fields to any value, those of EXACT_VALUES to the values there, and no other field,
+# such as one of a future PEFT: only y = W x + b + s (B A x + l) is trained and merged exactly.
 FREE_FIELDS = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "eva_config",  # of no effect: files bring the adapters' values

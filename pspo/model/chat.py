@@ -106,7 +106,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
 def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a rendered prompt in which special tokens of a user's text are marked.
 
-    The text is encoded whole: in pieces it has other ids where a tokenizer puts a space before the first word.
+    The text is encoded whole, because some tokenizers put a space before the first word of each piece.
     """
     twin, special_ids = marked_twin(tokenizer)
     text = special_pattern(tokenizer).sub(lambda match: TOKEN + match[0], text).replace(TEXT, "")

@@ -41,7 +41,7 @@ def hidden_states_of_shared_prompts(
     is_first[1:] = (prompt_ids[1:] != prompt_ids[:-1]).any(dim=1) | (prompt_mask[1:] != prompt_mask[:-1]).any(dim=1)
     prompts = is_first.nonzero().squeeze(1)  # (n,), the first row of each prompt
     prefix = prompt_ids[0, :0]  # (L,)
-    # On a GPU the kernel launches of another pass cost more than the common beginning does.
+    # A GPU gains nothing: another pass costs more, by its kernel launches, than the common beginning in every row.
     if len(prompts) > 1 and attends_fully(model) and model.device.type != "cuda":
         prefix = _common_prefix(prompt_ids[prompts], prompt_mask[prompts])
     L = len(prefix)
