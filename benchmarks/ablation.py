@@ -20,6 +20,7 @@ import torch
 
 import pspo.rollout.drawing
 import pspo.update.batching
+import pspo.update.learner
 from benchmarks.workloads import WORKLOADS, Setup, model_folder, parser, set_up
 from pspo.losses import Clip
 from pspo.model import shared_prompts
@@ -33,7 +34,7 @@ def in_order(rows, key):
 
 
 AS_IT_IS = contextlib.nullcontext
-UNSHARED = partial(mock.patch.object, shared_prompts, "shares_prompts", return_value=False)
+UNSHARED = partial(mock.patch.object, pspo.update.learner, "shares_prompts", return_value=False)
 RECOMPUTED = "activations recomputed"
 UNFUSED = "AdamW not fused"
 BONUS = "with an entropy bonus, which needs every row"

@@ -1,5 +1,7 @@
 """Random batches for the losses, and every built-in loss, for the tests that hold for all of them."""
 
+from types import SimpleNamespace
+
 import torch
 
 from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOPR, VESPO, Clip, NoClip
@@ -19,6 +21,12 @@ def random_batch(lengths, seed=0, spread=0.5, dtype=torch.float64):
     logprobs = old + spread * torch.randn(shape, generator=generator, dtype=dtype)
     advantages = torch.randn(len(lengths), 1, generator=generator, dtype=dtype)
     return logprobs, old, advantages, torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+
+
+def packing(microbatch_tokens, shares_prompts=True, is_sharded=False):
+    """Of a learner, what decides how rows are packed into microbatches."""
+    settings = {"microbatch_tokens": microbatch_tokens, "shares_prompts": shares_prompts, "is_sharded": is_sharded}
+    return SimpleNamespace(**settings, n_ranks=1)
 
 
 def completions(rollout):

@@ -164,7 +164,7 @@ def test_the_reference_is_the_model_with_the_adapters_it_began_from(tmp_path):
         learner = Learner(policy, make_optimizer(policy, config.optimizer), reference=StartingAdapters(policy))
         assert update(learner, rollout, advantages, config)[0]["kl_reference"] == 0
         now = token_logprobs(policy, *rollout.token_ids, 0.7).detach()
-        minibatches = pspo.update.step.split_minibatches(rollout, advantages, config, 4096)
+        minibatches = pspo.update.step.split_minibatches(learner, rollout, advantages, config)
         pspo.update.step.add_fixed_logprobs(learner, minibatches, config)
         batch = minibatches[0].batches[0]
         expected = token_logprobs(load_policy(model, CPU), *batch.rollout.token_ids, 0.7).detach()

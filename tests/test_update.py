@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from batches import AGGREGATIONS, SURROGATES, by_root, by_token, row_mean_weights
+from batches import AGGREGATIONS, SURROGATES, by_root, by_token, packing, row_mean_weights
 from naive import (
     OFF_POLICY,
     PAIRS,
@@ -205,7 +205,7 @@ def test_a_split_changes_nothing(policy, surrogate, aggregation, switches):
         config = make_config(surrogate, epochs=2, aggregation=aggregation, optimizer=optimizer, **switches)
         if "advantages" in switches:
             advantages = by_token(advantages, G, rollout.completion_mask)
-        (minibatch,) = split_minibatches(rollout, advantages, config, config.optimizer.microbatch_tokens)
+        (minibatch,) = split_minibatches(packing(tokens), rollout, advantages, config)
         return len(minibatch.batches), *run(policy, rollout, advantages, config, sgd=0.1)
 
     _, expected, expected_metrics = steps(1000, rollout, advantages)

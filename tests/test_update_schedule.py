@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from batches import packing
 from naive import (
     OFF_POLICY,
     T_MAX,
@@ -241,8 +242,8 @@ def padded_tokens(batch, group_size=G):
 )
 def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches, sizes, tokens):
     rollout, advantages = make_rollout(groups)
-    config = make_config(Kept(), minibatches=minibatches, optimizer={"microbatch_tokens": tokens})
-    minibatch_list = split_minibatches(rollout, advantages, config, config.optimizer.microbatch_tokens)
+    config = make_config(Kept(), minibatches=minibatches)
+    minibatch_list = split_minibatches(packing(tokens), rollout, advantages, config)
     start = 0
     for size, minibatch in zip(sizes, minibatch_list, strict=True):
         counts, batches = minibatch.counts, minibatch.batches
@@ -267,10 +268,10 @@ def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches,
 def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
     """Ranks with shards and models with states compute prompts row by row; others once for the rows of a prompt."""
     rollout, advantages = make_rollout(8)
-    config = make_config(Kept(), optimizer={"microbatch_tokens": 120})
-    plain = split_minibatches(rollout, advantages, config, config.optimizer.microbatch_tokens)[0].batches
+    config = make_config(Kept())
+    plain = split_minibatches(packing(120), rollout, advantages, config)[0].batches
     assert all(padded_tokens(batch) == batch.padded_tokens() for batch in plain)
-    unshared = split_minibatches(rollout, advantages, config, 120, shares_prompts=False)[0].batches
+    unshared = split_minibatches(packing(120, shares_prompts=False), rollout, advantages, config)[0].batches
     assert len(unshared) > len(plain)
     assert all(padded_tokens(batch, group_size=1) <= 120 for batch in unshared)
     assert all(padded_tokens(batch, group_size=1) == batch.padded_tokens(shared=False) for batch in unshared)
@@ -280,6 +281,6 @@ def test_what_fills_up_the_passes_of_a_rank_is_of_its_own(monkeypatch):
     """A batch that keeps its log-probs needs no second pass, so one that stood twice would pass once."""
     rollout, advantages = make_rollout(8)
     monkeypatch.setattr(pspo.distributed, "max_over_ranks", lambda value: value + 2)
-    batches = split_minibatches(rollout, advantages, make_config(), 10**6, is_sharded=True)[0].batches
+    batches = split_minibatches(packing(10**6, is_sharded=True), rollout, advantages, make_config())[0].batches
     assert len({id(batch) for batch in batches}) == 3
     assert [bool(batch.rollout.loss_mask.any()) for batch in batches] == [True, False, False]

@@ -23,15 +23,22 @@ class UserCodeFailed(RunFailed):
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """If the block raises on any rank, raise Stopped, EngineError or UserCodeFailed (the first traceback) on all."""
-    failure = reason = None
+    """`end_together` if the block raises on any rank."""
+    failure = None
     try:
         yield
     except (Exception, SystemExit, Stopped) as error:  # a user's code may raise anything
-        if isinstance(error, RunFailed) or is_out_of_memory(error):  # not the user's, or on all ranks
-            raise
         failure = error
-        reason = error if isinstance(error, Stopped | EngineError) else user_traceback(error)
+    end_together(failure)
+
+
+def end_together(failure: BaseException | None) -> None:
+    """Raise Stopped, EngineError or UserCodeFailed (the first traceback) on all ranks, unless none has a failure."""
+    if isinstance(failure, RunFailed) or (failure and is_out_of_memory(failure)):  # not the user's, or on all ranks
+        raise failure
+    reason = failure
+    if failure is not None and not isinstance(failure, Stopped | EngineError):
+        reason = user_traceback(failure)
     reasons = [reason for reason in dist.gather_objects(reason) if reason is not None]
     if any(isinstance(reason, Stopped) for reason in reasons):
         raise Stopped from failure

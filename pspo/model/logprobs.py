@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.model.device import to_device
-from pspo.model.shared_prompts import body_states, hidden_states_of_shared_prompts
+from pspo.model.shared_prompts import body_states, hidden_states_of_shared_prompts, shares_prompts
 
 CHUNK_BYTES = 2**24  # of float32 logits that are held at a time on a CPU
 GPU_CHUNK_SHARE = 64  # divides a GPU's memory: so much of it is for those logits
@@ -84,18 +84,26 @@ def token_logprobs(
 
 
 def hidden_states(
-    model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Tensor, completion_mask: Tensor
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    completion_ids: Tensor,
+    completion_mask: Tensor,
+    shared: bool | None = None,
 ) -> Tensor:
     """(B, T, H): the last hidden states, from which the model predicts each completion token.
 
-    Tokens and masks on the CPU spare a wait for a GPU: what rows share is found out on the CPU.
+    Tokens and masks on the CPU spare a wait for a GPU: what rows share is found out on the CPU. It is computed once if
+    ``shared``, by default if `shares_prompts`.
     """
     ids = torch.cat([prompt_ids.cpu(), completion_ids.cpu()], dim=1)[:, :-1]  # the last token predicts nothing
     mask = torch.cat([prompt_mask.cpu(), completion_mask.cpu()], dim=1)[:, :-1].long()
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     width = prompt_ids.shape[1]
-    shared = hidden_states_of_shared_prompts(model, ids, mask, positions, width)  # the same to rounding, less work
-    return body_states(model, ids, mask, positions)[:, width - 1 :] if shared is None else shared
+    states = None
+    if shares_prompts(model) if shared is None else shared:
+        states = hidden_states_of_shared_prompts(model, ids, mask, positions, width)  # the same to rounding, less work
+    return body_states(model, ids, mask, positions)[:, width - 1 :] if states is None else states
 
 
 def token_index(mask: Tensor, device: torch.device) -> Tensor:

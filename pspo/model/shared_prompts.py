@@ -33,7 +33,7 @@ def hidden_states_of_shared_prompts(
         ids, mask, positions: (B, P + T - 1) on the CPU, prompts left-padded and completions right-padded.
         width: P, the prompts' columns.
     """
-    if ids.shape[1] == width or not shares_prompts(model):
+    if ids.shape[1] == width:
         return None
     prompt_ids = ids[:, :width]
     prompt_mask = mask[:, :width]

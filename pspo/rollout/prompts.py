@@ -161,13 +161,14 @@ class PromptStream:
         self.prompts = prompts
         self.config = config
         self.fingerprint = prompts.fingerprint()
+        self.n_ranks = dist.world_size()
         self.seek(0)
 
     def next(self, n: int) -> tuple[list[int], Prompts]:
         """Indices and prompts of the next n; of several ranks, this one's share."""
         self.position += n
         indices = list(islice(self.order, n))
-        if dist.world_size() > 1:
+        if self.n_ranks > 1:
             minibatches = self.config.algorithm.minibatches if n == self.config.rollout.prompts else 1
             indices = dist.take_rank_share(indices, minibatches)
         return indices, self.prompts.take(indices)

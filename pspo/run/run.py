@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.failures import fail_together
+from pspo.cli.failures import end_together
 from pspo.cli.files import Settings, write_json, write_text
 from pspo.config import TrainConfig
 from pspo.model.device import peak_memory_gb
@@ -87,8 +87,15 @@ class Run:
         """Time a phase; what stops a rank, or a user's code raises there, ends all of them, except in an update."""
         self.recorder.bar.set_description_str(f"step, {name}")
         began = time.perf_counter()
-        with contextlib.nullcontext() if name == "train" else fail_together():
+        failure = None
+        try:
             yield
+        except (Exception, SystemExit, Stopped) as error:  # a user's code may raise anything
+            if name == "train":
+                raise
+            failure = error
+        if failure is not None or (self.learner.n_ranks > 1 and name != "train"):
+            end_together(failure)
         self.recorder.seconds[name] = self.recorder.seconds.get(name, 0.0) + time.perf_counter() - began
 
     def conclude_rollout(self, experience: Experience, steps: list[dict[str, float]]) -> None:

@@ -341,6 +341,10 @@ def total_rewards(
         names = [name, *(f"{name}_{n}" for n in range(2, len(functions) + 2))]
         name = next(name for name in names if name not in {"environment", *values})
         arguments = reward_arguments(function, inputs)
+        is_built_in = type(function).__module__.startswith("pspo.")
+        if is_built_in and on_error == "raise" and not timeout and not workers:
+            values[name] = function(**arguments)
+            continue
         values[name], columns, error = guarded_values(function, arguments, len(problems), timeout, on_error, workers)
         logged |= columns
         if error is not None:

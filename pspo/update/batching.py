@@ -11,6 +11,7 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts
 from pspo.model import is_out_of_memory
+from pspo.model.device import MICROBATCH_TOKENS
 from pspo.rollout.types import Batch, Rollout
 from pspo.update.learner import Learner
 
@@ -40,19 +41,14 @@ class Lengths:
         return prompts * prompt_width + len(rows) * completion_width
 
 
-def split_minibatches(
-    rollout: Rollout,
-    advantages: Tensor,
-    config: TrainConfig,
-    limit: int,
-    shares_prompts: bool = True,
-    is_sharded: bool = False,
-) -> list[Minibatch]:
-    """Assign rows to optimizer steps and to microbatches of at most ``limit`` tokens, once for all epochs of a rollout.
+def split_minibatches(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[Minibatch]:
+    """Assign rows to optimizer steps and to microbatches that fit the memory, once for all epochs of a rollout.
 
     Groups stay whole in a step, sorted by length there, so that microbatches hold little padding. Rows without a
     gradient are left out but counted: loss and gradient stay the same.
     """
+    if learner.microbatch_tokens is None:
+        learner.microbatch_tokens = config.optimizer.microbatch_tokens or MICROBATCH_TOKENS
     if config.algorithm.correction != "none" and rollout.sampler_logprobs is None:
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
     if config.algorithm.nucleus == "replay" and rollout.nucleus is None:
@@ -63,7 +59,8 @@ def split_minibatches(
     whole = Batch(rollout, advantages, rollout.behaviour_logprobs)
     group_size = config.rollout.group_size
     prompt_lengths = rollout.prompt_mask.sum(dim=1).tolist()
-    lengths = Lengths(prompt_lengths, rollout.completion_mask.sum(dim=1).tolist(), group_size, shares_prompts)
+    completion_lengths = rollout.completion_mask.sum(dim=1).tolist()
+    lengths = Lengths(prompt_lengths, completion_lengths, group_size, learner.shares_prompts)
     loss_tokens = rollout.loss_mask.sum(dim=1)
     has_gradient = loss_tokens > 0
     pieces = (config.algorithm.surrogate, *config.algorithm.loss_terms)
@@ -77,12 +74,12 @@ def split_minibatches(
         trained.sort(key=lambda rows: -max(lengths.completions[row] for row in rows))
         if not trained:
             trained = [[int(groups[0, 0])]]  # of zero gradient: with no row at all AdamW would skip its update
-        batches = [whole.rows(torch.tensor(rows)) for rows in pack(trained, lengths, limit)]
-        if is_sharded:  # every rank must run the same number of passes
+        batches = [whole.rows(torch.tensor(rows)) for rows in pack(trained, lengths, learner.microbatch_tokens)]
+        if learner.is_sharded:  # every rank must run the same number of passes
             missing = dist.max_over_ranks(len(batches)) - len(batches)
             batches += [batches[0].masked_row() for _ in range(missing)]  # objects of their own: each keeps log-probs
         sizes = torch.tensor([int(loss_tokens[groups.flatten()].sum()), groups.numel()])
-        if dist.world_size() > 1:
+        if learner.n_ranks > 1:
             sizes = dist.sum_over_ranks(sizes)
         counts = Counts(*sizes.tolist(), config.rollout.max_completion_tokens)
         minibatches.append(Minibatch(counts, batches))

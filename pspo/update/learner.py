@@ -42,6 +42,7 @@ class Learner:
     record: TokenRecord | None = None
 
     def __post_init__(self) -> None:
+        self.n_ranks = dist.world_size()
         self.is_sharded = dist.is_sharded(self.policy)
         self.shares_prompts = shares_prompts(self.policy)  # a pass computes a prompt once
 

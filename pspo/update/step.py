@@ -14,11 +14,10 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
 from pspo.model import autocast, head_logprobs, hidden_states, row_chunks, token_index
-from pspo.model.device import MICROBATCH_TOKENS
 from pspo.rollout.types import Batch, Rollout
 from pspo.update.batching import Minibatch, can_halve, halve, split_minibatches
 from pspo.update.learner import Learner
-from pspo.update.tokens import Visit, step_metrics, token_columns
+from pspo.update.tokens import Visit, concat_columns, step_metrics, token_columns
 
 
 def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
@@ -33,21 +32,13 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
     if config.algorithm.beta > 0 and learner.reference is None:
         raise ValueError("--algorithm.beta needs a reference model: pspo.update.learner.make_learner loads one")
-    minibatches = split(learner, rollout, advantages, config)
+    minibatches = split_minibatches(learner, rollout, advantages, config)
     if len(minibatches) > 1 or learner.reference is not None:
         add_fixed_logprobs(learner, minibatches, config)
     steps = []
     for minibatch in (minibatches * config.algorithm.epochs)[:steps_left]:
         steps.append(take_step(learner, minibatch, config))
     return steps
-
-
-def split(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[Minibatch]:
-    """Assign rows to optimizer steps and microbatches, see `split_minibatches`, by the memory there is."""
-    if learner.microbatch_tokens is None:
-        learner.microbatch_tokens = config.optimizer.microbatch_tokens or MICROBATCH_TOKENS
-    tokens = learner.microbatch_tokens
-    return split_minibatches(rollout, advantages, config, tokens, learner.shares_prompts, learner.is_sharded)
 
 
 def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> dict[str, float]:
@@ -77,7 +68,7 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
         halve(learner, minibatch)
 
     loss = torch.stack([visit.loss for visit in visits]).sum()
-    if dist.world_size() > 1:
+    if learner.n_ranks > 1:
         loss = dist.sum_over_ranks(loss)
         dist.sum_gradients(learner.policy)
     grad_norm = torch.nn.utils.clip_grad_norm_(learner.policy.parameters(), config.optimizer.max_grad_norm or math.inf)
@@ -96,6 +87,8 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
     tokens = token_columns(visits, config.algorithm)
     if learner.record is not None:
         learner.record.add(learner.steps, tokens)
+    if learner.n_ranks > 1:
+        tokens = concat_columns(tokens)
     metrics = {"loss": loss} | step_metrics(tokens, minibatch.counts, config.algorithm)
     return metrics | {"grad_norm": grad_norm, "lr": lr, "step_skipped": float(not is_finite)}
 
@@ -116,7 +109,12 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     device_type = policy.device.type
     with autocast(config.model.autocast, policy.device):  # around all: casts weights once
         hidden = hidden_states(
-            policy, rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask
+            policy,
+            rollout.prompt_ids,
+            rollout.prompt_mask,
+            rollout.completion_ids,
+            rollout.completion_mask,
+            learner.shares_prompts,
         )
         hidden = hidden.flatten(0, 1)[token_index(rollout.completion_mask, hidden.device)]  # (N, H)
         for rows, tokens in row_chunks(policy, rollout.completion_mask):
@@ -185,7 +183,7 @@ def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config
     """
     if config.ratios_to_engine:
         return replace(rollout, behaviour_logprobs=rollout.sampler_logprobs)
-    minibatches = split(learner, rollout, advantages, config)
+    minibatches = split_minibatches(learner, rollout, advantages, config)
     add_fixed_logprobs(learner, minibatches, config, first=0, with_reference=False)
     dtype = minibatches[0].batches[0].old_logprobs.dtype
     logprobs = torch.zeros(rollout.completion_ids.shape, dtype=dtype)

@@ -85,12 +85,15 @@ def token_columns(visits: list[Visit], algorithm: AlgorithmConfig) -> dict[str, 
     return dict(zip(columns, values, strict=True)) | {"row": rows, "position": positions}
 
 
+def concat_columns(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All ranks' `token_columns`, with rows numbered among all ranks' rows."""
+    rows = tokens["row"] * dist.world_size() + dist.rank()
+    columns = torch.stack(list((tokens | {"row": rows}).values()), dim=1)  # (n, m)
+    return dict(zip(tokens, dist.concat_over_ranks(columns).unbind(dim=1), strict=True))
+
+
 def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Statistics over all ranks' tokens, from this rank's `token_columns`: `diagnose`, entropy, and those of terms."""
-    if dist.world_size() > 1:
-        rows = tokens["row"] * dist.world_size() + dist.rank()  # numbers among all ranks' rows
-        columns = torch.stack(list((tokens | {"row": rows}).values()), dim=1)  # (n, m)
-        tokens = dict(zip(tokens, dist.concat_over_ranks(columns).unbind(dim=1), strict=True))
+    """Statistics of a step over the tokens of `token_columns`, all ranks': `diagnose`, entropy, and those of terms."""
     logprobs = tokens["logprob"]
     old_logprobs = tokens["old_logprob"]
     is_active = tokens["advantage"] != 0

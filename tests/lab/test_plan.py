@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from batches import packing
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu.common import operations
@@ -126,7 +127,7 @@ def test_microbatches_are_the_trainer_s(prompts, group_size, minibatches, prompt
     rows = prompts * group_size
     parts = [part for n in (prompt, length) for part in (torch.ones(rows, n).long(), torch.ones(rows, n).bool())]
     rollout = Rollout(*parts, terminated=parts[1][:, 0], texts=[""] * rows)
-    batches = split_minibatches(rollout, torch.ones(rows), config, 4096)[0].batches
+    batches = split_minibatches(packing(4096), rollout, torch.ones(rows), config)[0].batches
     assert fullest_microbatch(config, 1, is_sharded=False).rows == max(len(batch.rollout) for batch in batches)
 
 
