@@ -1,4 +1,4 @@
-"""Correction weights, for tokens that another engine or an older policy drew than the old log-probs describe.
+"""Correction weights: for tokens whose old log-probs are not those of the engine or older policy that drew them.
 
 The weight, old / sampler, multiplies a token's loss after the surrogate and before the KL term.
 """
@@ -39,18 +39,16 @@ def correction_weights(
     return masked(weights, mask)
 
 
-def correction_ratios(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: Correction | Callable
-) -> Tensor:
+def correction_ratios(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: Correction) -> Tensor:
     """Weights before the cap, (B, T): old / sampler of each token, or the product over its row's unmasked ones."""
     log_r = log_ratio(old_logprobs, sampler_logprobs, mask)
-    if not callable(mode) and mode.startswith("sequence"):
+    if mode.startswith("sequence"):
         log_r = log_r.sum(dim=1, keepdim=True).expand_as(mask)
     return log_r.exp()
 
 
 def corrected_tokens(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: Correction | Callable, cap: float
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: Correction, cap: float
 ) -> Tensor:
     """True where the weight is not the ratio itself: truncated or masked, (B, T) bool."""
     ratios = correction_ratios(old_logprobs, sampler_logprobs, mask, mode)

@@ -34,8 +34,8 @@ def kl_estimate(
         old_logprobs: (B, T), for "unbiased_k3".
 
     Returns:
-        (B, T), in nats, 0 where masked. x is clamped to +-20; beyond, the gradient is the bound's, so that it pulls
-        where the policy is furthest away.
+        (B, T), in nats, 0 where masked. x is clamped to +-20. Beyond, the gradient is that at the bound, not 0: it
+        pulls where the policy is furthest away.
     """
     moved = masked(logprobs.detach() - logprobs, mask)  # 0, with the gradient of -logprobs
     x = log_ratio(ref_logprobs, logprobs.detach(), mask) + moved  # (B, T)

@@ -1,7 +1,7 @@
 """Losses of other papers, with the interface, symbols and rules of `pspo.losses.surrogates`.
 
-With one advantage per row, every gradient here is that of its source's objective under the same aggregation. A ratio s
-or weight w of a whole sequence is held fixed by a stop-gradient sg; a token's loss moves that token's log-prob alone.
+With one advantage per row, the gradients are those of the sources' objectives under the same aggregation. A token's
+loss moves that token's log-prob alone: where a ratio s or weight w of the whole row enters, sg holds it fixed.
 Some names mean something else in TRL or verl: docs/guide/trl.md has the settings that agree.
 """
 

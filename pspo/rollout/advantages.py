@@ -50,7 +50,7 @@ def estimate_advantages(
         "mask": mask,
         "truncated": ~experience.rollout.terminated,
         "rewards_by_function": rewards_by_function,
-        "weights": weights + [1.0] * (len(rewards_by_function) - len(weights)),  # an environment's, or all
+        "weights": weights + [1.0] * (len(rewards_by_function) - len(weights)),  # 1 for an environment's
         "problems": problems,
     }
     function = gdpo if estimator == "gdpo" else estimator

@@ -28,35 +28,20 @@ MIN_FINISHED = 0.25  # share of the rows in the batch that is worth copying the 
 
 @dataclass
 class DecodeState:
-    """All B = N * group_size completions so far, and the b rows that are still in the batch.
+    """All B = N * group_size completions so far, and the b rows that are still in the batch."""
 
-    Attributes:
-        completions: (B, T) int64, padding where nothing is drawn.
-        logprobs: (B, T) float32, of the drawn tokens; None unless requested.
-        nuclei: records what they are drawn from; None unless requested.
-        length: tokens drawn so far in every live row.
-        live: (b,) int64, indices of the rows in the batch.
-        ended: (b,) bool, their completions that have ended.
-        tokens: (b,) int64, those drawn last.
-        logits: (b, V) of the next token.
-        positions: (b, 1) int64, of the token that the logits were computed from.
-        attention_mask: (b, P + T), or (b, 1, 1, P + T) bool, of all columns.
-        prompt_length: P.
-        cache: keys and values of the rows.
-    """
-
-    completions: Tensor
-    logprobs: Tensor | None
-    nuclei: NucleusRecorder | None
-    live: Tensor
-    ended: Tensor
-    logits: Tensor
-    positions: Tensor
-    attention_mask: Tensor
-    prompt_length: int
-    cache: DynamicCache
-    tokens: Tensor | None = None
-    length: int = 0
+    completions: Tensor  # (B, T) int64, padding where nothing is drawn
+    logprobs: Tensor | None  # (B, T) float32, of the drawn tokens; None unless requested
+    nuclei: NucleusRecorder | None  # records what they are drawn from; None unless requested
+    live: Tensor  # (b,) int64, indices of the rows in the batch
+    ended: Tensor  # (b,) bool, their completions that have ended
+    logits: Tensor  # (b, V), of the next token
+    positions: Tensor  # (b, 1) int64, of the token that the logits were computed from
+    attention_mask: Tensor  # (b, P + T), or (b, 1, 1, P + T) bool, of all columns
+    prompt_length: int  # P
+    cache: DynamicCache  # keys and values of the rows
+    tokens: Tensor | None = None  # (b,) int64, those drawn last
+    length: int = 0  # tokens drawn so far in every live row
 
 
 def decode(

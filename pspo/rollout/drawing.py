@@ -84,8 +84,8 @@ def sample_race(probs: Tensor, top_p: float) -> Tensor:
 def nucleus_edge(probs: Tensor, top_p: float) -> Tensor:
     """The least probability inside the nucleus, (b, 1), of probabilities (b, V) float32, which are not sorted.
 
-    Float32 numbers in [0, 1] are in the order of their bits, of which 30 can be set. From the highest on, a bit is set
-    if at least top_p of the mass is strictly above: then the next number is the least with less above it.
+    Float32 numbers in [0, 1] are in the order of their bits, of which 30 can be set. So the largest number with at
+    least top_p of the mass strictly above it is found bit by bit, from the highest on; the edge is the next number.
     """
     if top_p >= 1:
         return torch.zeros_like(probs[:, :1])

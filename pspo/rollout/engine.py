@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
+from pspo.model import autocast
 from pspo.rollout.prompts import Prompts, completion_columns
 from pspo.rollout.sampler import How, PolicySampler, left_pad, make_rollout
 from pspo.rollout.types import Completions, Rollout, Sampling
@@ -61,18 +62,13 @@ class Trained(Protocol):
 
 @dataclass
 class EngineSampler:
-    """Draws by an engine, which gets the learner's weights first, unless a model is to draw.
-
-    Attributes:
-        prefetched: a rollout that was drawn ahead, which the next draw by a run's generators returns.
-        pending: what the engine draws: the arguments of `begin`.
-    """
+    """Draws by an engine, which gets the learner's weights first; by a model if `How` names one."""
 
     engine: Engine
     learner: Trained
     by_model: PolicySampler
-    prefetched: Rollout | None = None
-    pending: tuple[Prompts, int, How] | None = None
+    prefetched: Rollout | None = None  # drawn ahead, for the next draw by a run's generators
+    pending: tuple[Prompts, int, How] | None = None  # what the engine draws: the arguments of `begin`
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
         if how.model is not None:
@@ -148,7 +144,8 @@ def start_engine(
             rollout = sampler.draw(few, 2, replace(how, sampling=short))
     except EngineError as error:
         raise ValueError(f"--rollout.engine {name} fails on a small batch: {error}") from error
-    expected = rollout.logprobs(learner.policy, short.temperature).cpu()
+    with autocast(config.model.autocast, learner.policy.device):
+        expected = rollout.logprobs(learner.policy, short.temperature).cpu()
     error = (rollout.sampler_logprobs - expected)[rollout.completion_mask].abs().mean().item()
     if not error <= engine.tolerance:
         raise ValueError(

@@ -92,14 +92,11 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
 
 
 class Delay:
-    """Keeps this rank's rollouts for --rollout.lag.
+    """Keeps this rank's rollouts for --rollout.lag, the oldest first.
 
     Args:
-        how: rollouts are drawn ahead.
-        engine: draws the next rollout during each update; None if rollouts are drawn on time.
-
-    Attributes:
-        waiting: drawn and scored, the oldest first.
+        stream, how: prompts of the next rollout, and how it is drawn, for an engine.
+        engine: draws the next rollout while one is trained on; None if nothing is drawn ahead.
     """
 
     per_rank = True

@@ -43,10 +43,10 @@ def seed_all(seed: int) -> None:
 
 
 class Generators:
-    """Torch's generators as sampling alone advances them: global ones inside ``with generators.sampling():``.
+    """States of torch's generators for sampling alone, which the global ones have in ``with generators.sampling():``.
 
     Python's, numpy's and torch's global generators are left to users' code: what a reward, an environment or a loss
-    draws from them, or seeds, changes no completion. Making one seeds all. The state is that of both, on this rank.
+    draws from them, or seeds, changes no completion. Making one seeds all. Its state holds both, on this rank.
 
     Attributes:
         max_rows: at most so many are decoded at a time once memory has run out. What is drawn depends on it, too.

@@ -2,9 +2,9 @@
 
 A step is a forward pass, a token drawn for each row, its log-prob, and which rows have ended. Shapes and addresses
 never change: keys and values are written at a column that is a tensor, and the attention mask hides the columns that
-are not written yet. Every 16 tokens the CPU asks how many rows are left; if half as many rows are enough, those move to
-the front, and the graph of half as many goes on. Buffers and graphs are kept for the next rollout. A smaller one takes
-the beginning of each buffer in shapes of its own, so that what it draws does not depend on what was drawn before.
+are not written yet. Every 16 tokens the CPU asks how many rows are left. Once half of the rows can hold them, they move
+to the front, and a graph of half as many rows decodes on. Buffers and graphs are kept for the next rollout. A smaller
+rollout takes the beginning of each buffer, in its own shapes: what it draws does not depend on earlier rollouts.
 """
 
 from __future__ import annotations

@@ -90,13 +90,13 @@ def generate(
 ) -> Rollout:
     """Draw ``group_size`` completions of each encoded prompt with torch's global generators.
 
-    At most `Sampling.max_rows` rows are decoded at a time; half as many, and all again, if memory runs out: from then
-    on, if a run's ``generators`` keep the number.
+    At most `Sampling.max_rows` rows are decoded at a time. If memory runs out, all are drawn again by half as many at a
+    time; a run's ``generators`` keep that number for later draws.
     """
     if (sampling.decoder == "hf" and sampling.logprobs) or (sampling.decoder != "pspo" and sampling.nucleus):
         raise ValueError(f"decoder={sampling.decoder} records no nucleus, and hf no logprobs")
     complete = DECODERS[sampling.decoder]
-    stop_strings = stop_string_criteria(tokenizer, sampling) if sampling.stop_strings else None
+    stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
     max_rows = sampling.max_rows if generators is None else min(sampling.max_rows, generators.max_rows)
     states = torch_states(model.device)
     while True:
@@ -148,7 +148,7 @@ def make_rollout(
     prompt_mask = prompt_mask.repeat_interleave(group_size, dim=0)
     is_stop = torch.isin(ids, torch.tensor(sampling.stop_ids, dtype=torch.long))
     if sampling.stop_strings:
-        stop_strings = stop_string_criteria(tokenizer, sampling)
+        stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings))
         is_stop |= torch.stack([stop_strings(ids[:, : t + 1], None) for t in range(width)], dim=1)
     terminated = is_stop.any(dim=1)
     lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
@@ -160,11 +160,6 @@ def make_rollout(
     logprobs = completions.logprobs[:, :width].cpu().where(mask, 0.0) if sampling.logprobs else None
     nucleus = completions.nucleus.rows(torch.arange(n_rows), width) if sampling.nucleus else None
     return Rollout(prompt_ids, prompt_mask, ids, mask, terminated, texts, logprobs, nucleus)
-
-
-def stop_string_criteria(tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> StopStringCriteria:
-    """Finds the rows (b, t) whose last token completes a stop string."""
-    return StopStringCriteria(tokenizer, list(sampling.stop_strings))
 
 
 def decode_greedily(

@@ -46,15 +46,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Nucleus:
-    """The tokens that each completion token was drawn from.
+    """The tokens that each completion token was drawn from."""
 
-    Attributes:
-        ids: B tensors int64: the kept tokens of a row's columns, one column after the other.
-        counts: (B, T) int64, how many are a column's; 0 after the stop token.
-    """
-
-    ids: list[Tensor]
-    counts: Tensor
+    ids: list[Tensor]  # B tensors int64: the kept tokens of a row's columns, one column after the other
+    counts: Tensor  # (B, T) int64, how many are a column's; 0 after the stop token
 
     def rows(self, indices: Tensor, width: int) -> "Nucleus":
         """The first ``width`` columns of the rows at ``indices`` (b,) int64."""
@@ -77,17 +72,13 @@ class Nucleus:
 
 @dataclass(frozen=True)
 class Completions:
-    """Completions of N prompts, the rows of one prompt adjacent.
+    """Completions of N prompts, the rows of one prompt adjacent; log-probs and nuclei on request.
 
-    Attributes:
-        ids: (N * group_size, T) int64, padded after their stop token.
-        logprobs: (N * group_size, T) float32, on request: of the logits at the temperature, before top_k and
-            nucleus; or, if the nuclei are recorded, renormalised over them.
-        nucleus: on request.
+    Log-probs are of the logits at the temperature, before top_k and nucleus; renormalised over nuclei that are kept.
     """
 
-    ids: Tensor
-    logprobs: Tensor | None = None
+    ids: Tensor  # (N * group_size, T) int64, padded after their stop token
+    logprobs: Tensor | None = None  # (N * group_size, T) float32
     nucleus: Nucleus | None = None
 
 
@@ -101,8 +92,8 @@ class Rollout:
         completion_ids: (B, T) int64, right-padded.
         completion_mask: (B, T) bool, true through the first stop token inclusive.
         terminated: (B,) bool, false where the completion hit the token limit.
-        texts: the completions as text, see `completion_texts`, from the `<think>` on that their prompt may end with; of
-            a prompt that ends in the assistant's turn, from there on.
+        texts: the completions as text, see `completion_texts`. If a prompt ends with `<think>`, or with the beginning
+            of an answer, its texts begin with that.
         sampler_logprobs: (B, T) float32, what the tokens were sampled with, at the temperature and before the nucleus
             cut; None unless `Sampling.logprobs` asks for them. `token_logprobs` gives the same to rounding.
         behaviour_logprobs: (B, T) float32, of the policy that drew the tokens, by `token_logprobs`; None if the old

@@ -77,7 +77,7 @@ def split_minibatches(learner: Learner, rollout: Rollout, advantages: Tensor, co
         batches = [whole.rows(torch.tensor(rows)) for rows in pack(trained, lengths, learner.microbatch_tokens)]
         if learner.is_sharded:  # every rank must run the same number of passes
             missing = dist.max_over_ranks(len(batches)) - len(batches)
-            batches += [batches[0].masked_row() for _ in range(missing)]  # objects of their own: each keeps log-probs
+            batches += [batches[0].masked_row() for _ in range(missing)]  # each keeps its own log-probs
         sizes = torch.tensor([int(loss_tokens[groups.flatten()].sum()), groups.numel()])
         if learner.n_ranks > 1:
             sizes = dist.sum_over_ranks(sizes)

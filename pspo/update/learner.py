@@ -22,14 +22,14 @@ from pspo.update.tokens import TokenRecord
 class Learner:
     """Policy, optimizer, schedule and reference model: everything that `pspo.update.update` steps.
 
-    Its state is that of a checkpoint without the weights, which are saved as a model; of a sharded one without the
-    optimizer's, which is saved with them.
+    Its state holds no weights: a checkpoint saves them as a model. Shards are saved with the optimizer's state, which
+    is then left out here, too.
 
     Attributes:
         scheduler: None for a constant learning rate.
         reference: None if beta is 0.
         steps: optimizer steps taken.
-        microbatch_tokens: at most so many in a microbatch, fewer once memory has run out; None until the first update.
+        microbatch_tokens: the most in a microbatch, fewer once memory has run out; None until the first update.
         record: gets what every step computes at tokens; None to record nothing.
     """
 

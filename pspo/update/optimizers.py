@@ -22,7 +22,9 @@ def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig
     trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     weights = list(trained.values())
     is_bfloat16 = any(weight.dtype == torch.bfloat16 for weight in weights)
-    optimized = float32_copies(weights) if is_bfloat16 else weights
+    optimized = weights
+    if is_bfloat16:  # float32 copies, empty but for each one's own step
+        optimized = [nn.Parameter(torch.empty(0, device=weight.device)) for weight in weights]
     decayed = []
     others = []
     for (name, weight), parameter in zip(trained.items(), optimized, strict=True):
@@ -63,7 +65,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
 
 
 class StochasticRounding(torch.optim.Optimizer):
-    """Optimize bfloat16 weights by another optimizer, of their `float32_copies`, which hold one weight at a time.
+    """Optimize bfloat16 weights by another optimizer, of float32 copies, of which one at a time is filled.
 
     A bfloat16 number has 8 significant bits: rounded to the nearest, a step below 1/512 of a weight would vanish.
     Rounded up or down at random, steps are right on average. Every rank draws the same random numbers, so that
@@ -105,11 +107,6 @@ class StochasticRounding(torch.optim.Optimizer):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.inner.load_state_dict(saved["inner"])
         self.generator.set_state(saved["generator"])
-
-
-def float32_copies(weights: list[nn.Parameter]) -> list[nn.Parameter]:
-    """A float32 parameter for each weight, empty but for its own step."""
-    return [nn.Parameter(torch.empty(0, device=weight.device)) for weight in weights]
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:

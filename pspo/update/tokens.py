@@ -39,21 +39,13 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Visit:
-    """Results of an optimizer step at b rows, without gradient.
+    """Results of an optimizer step at b rows, without gradient."""
 
-    Attributes:
-        inputs: of the loss, (b, t).
-        loss: scalar, their share of the minibatch's loss.
-        weights: (b, t), d surrogate's loss / d logprob of each token, before terms and aggregation.
-        rows: (b,) int64, their numbers in the rollout, on the CPU.
-        mask: (b, t) bool, that of the inputs, on the CPU.
-    """
-
-    inputs: LossInputs
-    loss: Tensor
-    weights: Tensor
-    rows: Tensor
-    mask: Tensor
+    inputs: LossInputs  # (b, t)
+    loss: Tensor  # scalar, the rows' share of the minibatch's loss
+    weights: Tensor  # (b, t), d surrogate's loss / d logprob of each token, before terms and aggregation
+    rows: Tensor  # (b,) int64, the rows' numbers in the rollout, on the CPU
+    mask: Tensor  # (b, t) bool, that of the inputs, on the CPU
 
 
 def token_columns(visits: list[Visit], algorithm: AlgorithmConfig) -> dict[str, Tensor]:
@@ -71,7 +63,7 @@ def token_columns(visits: list[Visit], algorithm: AlgorithmConfig) -> dict[str, 
             "sampler_logprob": x.sampler_logprobs,
             "reference_logprob": x.ref_logprobs,
         }
-        if algorithm.correction != "none":
+        if algorithm.correction != "none" and not callable(algorithm.correction):
             corrected = corrected_tokens(
                 x.old_logprobs, x.sampler_logprobs, x.mask, algorithm.correction, algorithm.correction_cap
             )
@@ -105,7 +97,8 @@ def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: Algorithm
         kl = kl_estimate(logprobs, tokens["reference_logprob"], everywhere, algorithm.kl_estimator, old_logprobs)
         metrics["kl_reference"] = kl.sum().item() / max(counts.tokens, 1)
     if algorithm.correction != "none":
-        metrics |= diagnose_correction(old_logprobs, tokens["sampler_logprob"], tokens["corrected"], is_active)
+        corrected = tokens.get("corrected", torch.zeros_like(logprobs))  # none by a function of the user's
+        metrics |= diagnose_correction(old_logprobs, tokens["sampler_logprob"], corrected, is_active)
     return metrics
 
 
