@@ -80,7 +80,8 @@ def check_signal(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
 def check_completions(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
     """Format, truncation and length of completions."""
     _, in_format = metrics.ends("format_share")
-    if in_format < 0.1:
+    rewards = config.get("reward.functions", "")
+    if in_format < 0.1 and ("MathReward" in rewards or "FormatReward" in rewards):  # others may read another format
         text = f"{in_format:.0%} of the last completions end in the format '#### <number>'"
         yield Finding(3, text, "a --data.system_prompt with an example, or an instruct model")
     _, truncated = metrics.ends("truncated_share")

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from pspo import distributed as dist
 from pspo.cli.failures import EXIT_STOPPED
-from pspo.cli.files import flat, lock, read_json, to_yaml, write_json, write_text
+from pspo.cli.files import flat, lock_folder, read_json, to_yaml, write_json, write_text
 from pspo.cli.parse import parse, user_errors
 from pspo.cli.terminal import Bar
 from pspo.tasks.files import local_path
@@ -164,9 +164,7 @@ def run_plan(sweep: SweepConfig, plan: list[Method]) -> None:
     """Run what is not finished; exits with code 1 if runs failed, 130 if a signal stopped them."""
     output = Path(sweep.output)
     output.mkdir(parents=True, exist_ok=True)
-    with (output / ".lock").open("a") as file:
-        if not lock(file):
-            raise ValueError(f"--output {output} is in use by another sweep or its runs: wait, or choose another")
+    with lock_folder(output, switch="--output") as file:
         runner = JobRunner(sweep, file)
         try:
             asyncio.run(run_stages(runner, plan, output))

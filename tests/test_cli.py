@@ -24,7 +24,7 @@ import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 import pspo.run.prepare
 import pspo.train
-from pspo.cli.files import append_jsonl, differences, read_config, read_json, read_jsonl
+from pspo.cli.files import append_jsonl, differences, lock_folder, read_config, read_json, read_jsonl
 from pspo.model import ASSETS, load_tokenizer
 from pspo.run.card import describe_results
 
@@ -309,6 +309,11 @@ def test_evaluate_refuses_to_mix_evaluations(here, refused, monkeypatch):
     shutil.copy(ASSETS / "tiny-base/model.safetensors", here / "model")
     (here / "mine/test.jsonl").write_text((here / "mine/test.jsonl").read_text().replace("Tom", "Tim"))
     assert "of another model or of other problems" in refused(evaluate, *args)
+    with lock_folder(here / "out", ".evaluation"):
+        assert "out is in use" in refused(evaluate, *args)
+    (here / "config.yaml").write_text("mine: 1\n")
+    assert "holds something else" in refused(evaluate, *args[:-1], "--run.output_dir=.")
+    assert (here / "config.yaml").read_text() == "mine: 1\n"
 
 
 def test_an_evaluation_interrupted_by_hand_resumes(here, capsys, monkeypatch):

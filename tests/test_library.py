@@ -292,12 +292,9 @@ def test_grpo_in_one_file_is_the_command(tmp_path, one_thread, monkeypatch):
 def test_letters(tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(FILE.with_name("letters.ipynb"), as_version=4)
-    learned = "assert summary['after']['ci95'][0] > summary['before']['ci95'][1], summary; len(rewards)"
+    learned = "assert summary['after']['ci95'][0] > summary['before']['ci95'][1], summary"
     notebook.cells.append(nbformat.v4.new_code_cell(learned))
     nbclient.NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}).execute()
-    outputs = {cell.source: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
-    (train,) = (outputs[source] for source in outputs if "pspo.train(" in source)
-    pictures = [output.data for output in train if output.output_type == "display_data"]
-    assert outputs[learned][0].data["text/plain"] == "30"
-    assert any("image/png" in data for data in pictures)  # the live curve, in one place
-    assert len(pictures) == 1
+    (train,) = (cell.outputs for cell in notebook.cells if "pspo.train(" in cell.source)
+    printed = "".join(output.text for output in train if output.get("name") == "stdout")
+    assert len(re.findall(r"\d\.\d\d ", printed)) == 30  # the mean reward of every rollout

@@ -154,13 +154,15 @@ def check_new_folder(folder: Path) -> None:
         raise ValueError(f"--run.output_dir {folder} already holds something, but no run; choose a new folder")
 
 
-def lock(file: IO[Any]) -> bool:
-    """Lock an open file until it is closed, in child processes too; False if another process holds the lock."""
+def lock_folder(folder: Path, name: str = ".lock", switch: str = "--run.output_dir") -> IO[Any]:
+    """Lock a folder until the returned file is closed, in child processes too; ValueError if another process has it."""
+    file = (folder / name).open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    return True
+        file.close()
+        raise ValueError(f"{switch} {folder} is in use by another process: wait, or choose another folder") from None
+    return file
 
 
 def write_text(path: Path, text: str) -> None:

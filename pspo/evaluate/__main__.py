@@ -7,8 +7,7 @@ The same command resumes a stopped evaluation: completions are saved chunk by ch
 on the seed and its position alone, so the results are those of an evaluation that was never stopped.
 """
 
-from __future__ import annotations
-
+import contextlib
 import hashlib
 import sys
 from collections.abc import Sequence
@@ -36,13 +35,14 @@ from pspo.rollout.sampler import check_decoding
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import load_class
 
-FINGERPRINT = "fingerprint.json"  # written last of an evaluation's first files, so it shows that they are whole
+FINGERPRINT = "fingerprint.json"  # written before config.yaml: one without it is not an evaluation's
+LOCK = ".evaluation"  # not a run's .lock: a folder with that and a config.yaml is a run
 
 
 def load_evaluation(
-    config: EvaluateConfig, settings: files.Settings, device: torch.device
+    config: EvaluateConfig, settings: files.Settings, device: torch.device, resources: contextlib.ExitStack
 ) -> tuple[Sampler, How, Prompts]:
-    """Load everything, and make the output folder; ValueError if it holds another evaluation."""
+    """Load everything, and make and lock the output folder; ValueError if it holds something else."""
     output = Path(config.run.output_dir)
     dist.run_on_main(lambda: check_folder(output, settings))
     tokenizer = load_tokenizer(config.model, config.data)
@@ -67,17 +67,18 @@ def load_evaluation(
     if make_environment is not None:
         sampler = EnvironmentSampler(sampler, make_environment, tokenizer, policy.config)
     hashes = {"model weights": hash_weights(policy), "problems": prompts.fingerprint()}
-    dist.run_on_main(lambda: write_first_files(output, settings, hashes, device))
+    dist.run_on_main(lambda: begin(output, settings, hashes, device, resources))
     return sampler, How(sampling, policy), prompts
 
 
 def check_folder(output: Path, settings: files.Settings) -> None:
     """Make the folder; ValueError if it holds an evaluation with other switches, or something else."""
     output.mkdir(parents=True, exist_ok=True)
-    if (output / FINGERPRINT).exists():
-        files.require_same(output, settings, {"run.output_dir", "run.quiet"}, "choose another folder")
-    elif any((output / name).exists() for name in ("completions.jsonl", "results.json", "metrics.jsonl", ".lock")):
+    names = ("config.yaml", "completions.jsonl", "results.json", "metrics.jsonl", ".lock")
+    if not (output / FINGERPRINT).exists() and any((output / name).exists() for name in names):
         raise ValueError(f"--run.output_dir {output} holds something else; choose another folder")
+    if (output / "config.yaml").exists():
+        files.require_same(output, settings, {"run.output_dir", "run.quiet"}, "choose another folder")
 
 
 def hash_weights(policy: transformers.PreTrainedModel) -> str:
@@ -89,16 +90,24 @@ def hash_weights(policy: transformers.PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def write_first_files(output: Path, settings: files.Settings, hashes: dict[str, str], device: torch.device) -> None:
-    """Write an evaluation's first files; ValueError if the folder holds one of another model or of other problems."""
-    if (output / FINGERPRINT).exists():
-        if files.read_json(output / FINGERPRINT) != hashes:
-            what = f"{output} holds an evaluation of another model or of other problems"
-            raise ValueError(f"--run.output_dir {what}: choose another folder")
-        return
-    files.write_text(output / "config.yaml", files.to_yaml(settings))
-    files.write_json(output / "environment.json", files.environment(str(device), dist.world_size()))
-    files.write_json(output / FINGERPRINT, hashes)
+def begin(
+    output: Path,
+    settings: files.Settings,
+    hashes: dict[str, str],
+    device: torch.device,
+    resources: contextlib.ExitStack,
+) -> None:
+    """Lock the folder, and write an evaluation's first files; ValueError if it holds one that is not the same."""
+    resources.enter_context(files.lock_folder(output, LOCK))
+    check_folder(output, settings)  # another one may have begun there while this one loaded its model
+    if not (output / FINGERPRINT).exists():
+        files.write_json(output / FINGERPRINT, hashes)
+    elif files.read_json(output / FINGERPRINT) != hashes:
+        what = f"{output} holds an evaluation of another model or of other problems"
+        raise ValueError(f"--run.output_dir {what}: choose another folder")
+    if not (output / "config.yaml").exists():
+        files.write_json(output / "environment.json", files.environment(str(device), dist.world_size()))
+        files.write_text(output / "config.yaml", files.to_yaml(settings))
 
 
 def trained_steps(model: Path) -> int | None:
@@ -134,11 +143,17 @@ def main(args: Sequence[str] | None = None) -> None:
     config, settings = parse(EvaluateConfig, "pspo.evaluate", args)
     with user_errors("pspo.evaluate", once=True):
         dist.init("ddp" if dist.launched_by_torchrun() else "none", timeout=3600)
+    with contextlib.ExitStack() as resources:
+        run(config, settings, resources)
+
+
+def run(config: EvaluateConfig, settings: files.Settings, resources: contextlib.ExitStack) -> None:
+    """Evaluate, or resume, and print the results; ``resources`` holds the folder's lock."""
     output = Path(config.run.output_dir)
     completions_file = output / "completions.jsonl"
     results_file = output / "results.json"
     with user_errors("pspo.evaluate"):
-        sampler, base_how, prompts = load_evaluation(config, settings, dist.local_device())
+        sampler, base_how, prompts = load_evaluation(config, settings, dist.local_device(), resources)
         done = dist.run_on_main(lambda: files.read_jsonl(completions_file))
         done_by_temperature = {temperature: {} for temperature in config.eval.temperatures}
         with files.named_damage(completions_file):

@@ -11,25 +11,16 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.cli.failures import RunFailed
-from pspo.cli.files import DAMAGE, lock, read_json, write_json
+from pspo.cli.files import DAMAGE, read_json, write_json
 from pspo.cli.terminal import one_line
 from pspo.model.load import write_model
-
-
-def lock_folder(run: Path) -> IO[Any]:
-    """Lock the run's folder until the returned file is closed; ValueError if another process has locked it."""
-    file = (run / ".lock").open("a")
-    if not lock(file):
-        file.close()
-        raise ValueError(f"--run.output_dir {run} is in use by another run: wait for it, or choose another folder")
-    return file
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pspo import distributed as dist
-from pspo.cli.files import Settings, environment, to_yaml, write_json, write_text
+from pspo.cli.files import Settings, environment, lock_folder, to_yaml, write_json, write_text
 from pspo.config import TrainConfig, require
 from pspo.environments import EnvironmentSampler
 from pspo.model import load_tokenizer
@@ -20,7 +20,6 @@ from pspo.rollout.experience import Delay
 from pspo.rollout.generators import Generators
 from pspo.rollout.prompts import load_splits
 from pspo.rollout.sampler import check_decoding
-from pspo.run.folders import lock_folder
 from pspo.run.recorder import Recorder
 from pspo.run.resume import find_start, fork, resume
 from pspo.run.run import Run

@@ -20,7 +20,6 @@ from pspo.run.folders import (
     checkpoints,
     find_damage,
     first_undamaged,
-    lock_folder,
     numbered,
     prune,
     remove_leftovers,
@@ -58,7 +57,7 @@ def find_start(config: TrainConfig, settings: files.Settings, resources: context
     files.check_new_folder(output)
     is_new = not files.is_run(output)
     if not is_new:
-        resources.enter_context(lock_folder(output))
+        resources.enter_context(files.lock_folder(output))
         if checkpoints(output) or (output / "metrics.jsonl").exists():  # another run's are kept
             check_same(output, settings)
         checkpoint = find_checkpoint(output)

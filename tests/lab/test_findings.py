@@ -1,16 +1,14 @@
 """The doctor: every rule finds the run that has its fault, and is silent on healthy ones."""
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
 
 from pspo_lab.findings import find
 
-RESULTS = Path(__file__).parents[2] / "results"
 N = 50
-CONFIG = {"rollout.max_completion_tokens": 128, "algorithm.epochs": 2, "algorithm.minibatches": 1}
+CONFIG = {"rollout.max_completion_tokens": 128, "algorithm.epochs": 2, "algorithm.minibatches": 1,
+          "reward.functions": '[{"class_path": "pspo.tasks.MathReward"}]'}  # fmt: skip
 RISING, FALLING = np.linspace(0.3, 0.9, N), np.linspace(0.9, 0.3, N)
 HEALTHY = {
     "step": 2 * np.arange(1, N + 1), "steps_skipped": 0, "reward_unknown_share": 0.0, "zero_advantage_share": 0.5,
@@ -59,6 +57,11 @@ def test_each_fault_is_found(name):
     findings = found(metrics)
     assert [finding.text for finding in findings if finding.text.startswith(text)], findings
     assert all(finding.advice for finding in findings)
+
+
+def test_a_reward_of_another_format_does_not_miss_the_paper_s():
+    config = CONFIG | {"reward.functions": '["mine.in_a_box"]'}
+    assert find(pd.DataFrame(HEALTHY | {"format_share": 0.0}), config, SUMMARY) == []
 
 
 @pytest.mark.parametrize("every", [0, 20])
