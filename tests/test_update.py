@@ -187,7 +187,8 @@ def test_a_correction_of_ones_own_is_called_once_a_step(policy):
         return torch.ones(len(mask))
 
     rollout, advantages = make_rollout()
-    run(policy, with_sampler(rollout, policy, 0.6), advantages, make_config(PSPO(), epochs=1, correction=count))
+    config = make_config(PSPO(), epochs=1, correction=count, optimizer={"microbatch_tokens": 1000})
+    run(policy, with_sampler(rollout, policy, 0.6), advantages, config)
     assert len(calls) == 1
 
 
