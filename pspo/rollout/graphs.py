@@ -76,37 +76,24 @@ def round_rows(rows: int) -> int:
 
 
 class GraphDecoder:
-    """Buffers for R rows and C columns, and graphs that decode the first rows of them.
-
-    Attributes:
-        buffers: flat, of the keys and of the values of each layer.
-        keys, values: of each layer, (n, heads, c, dim) views of the beginning of a buffer; n rows are decoded now.
-        weights: weights and biases of linear layers in autocast's dtype: a graph would cast them at every token.
-        tokens, positions: (R, 1) int64, drawn last, and where.
-        visible: (n, 1, 1, c) bool, the columns that are attended to; a view, too.
-        ended: (R,) bool.
-        rows: (R,) int64, the completion that each row of the buffers decodes.
-        column, length: (1,) int64, the column to write next, and the number of tokens drawn.
-        kind: what a graph depends on besides its rows: whether under autocast, the columns, and the sampling.
-        completions, logprobs: (R, limit).
-    """
+    """Buffers for R rows and C columns, and graphs that decode the first rows of them."""
 
     def __init__(self, prefilled: Prefill, rows: int, columns: int, limit: int) -> None:
         device = prefilled.logits.device
         self.size = (rows, columns, limit)
-        self.buffers = []
+        self.buffers = []  # flat, of the keys and of the values of each layer
         for layer in prefilled.cache.layers:
             for states in (layer.keys, layer.values):
                 numbers = rows * columns * states.shape[1] * states.shape[3]
                 self.buffers.append(states.new_zeros(numbers, dtype=cache_dtype(states)))
         self.visible_buffer = torch.zeros(rows * columns, dtype=torch.bool, device=device)
-        self.weights: dict[str, Tensor] = {}
-        self.tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.positions = torch.zeros_like(self.tokens)
+        self.weights: dict[str, Tensor] = {}  # of linear layers in autocast's dtype: a graph would cast them each time
+        self.tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)  # drawn last
+        self.positions = torch.zeros_like(self.tokens)  # of these
         self.ended = torch.ones(rows, dtype=torch.bool, device=device)
-        self.rows = torch.arange(rows, device=device)
-        self.column = torch.zeros(1, dtype=torch.long, device=device)
-        self.length = torch.zeros(1, dtype=torch.long, device=device)
+        self.rows = torch.arange(rows, device=device)  # the completion that each row of the buffers decodes
+        self.column = torch.zeros(1, dtype=torch.long, device=device)  # to write next
+        self.length = torch.zeros(1, dtype=torch.long, device=device)  # tokens drawn
         self.completions = torch.zeros(rows, limit, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, limit, device=device)
         self.graphs: dict[tuple[int, bool, int, str], torch.cuda.CUDAGraph] = {}
@@ -130,12 +117,12 @@ class GraphDecoder:
             view = buffer[: n * heads * columns * dim].view(n, heads, columns, dim)
             view[:rows, :, :width] = states.repeat_interleave(group_size, dim=0)
             views.append(view)
-        self.keys = views[::2]
+        self.keys = views[::2]  # of each layer, (n, heads, c, dim); n rows and c columns are decoded now
         self.values = views[1::2]
         self.tokens.zero_()
         self.positions.zero_()  # idle rows count on, too: from call to call they would leave the model's range
         self.positions[:rows] = prefilled.positions.repeat_interleave(group_size, dim=0)
-        self.visible = self.visible_buffer[: n * columns].view(n, 1, 1, columns)
+        self.visible = self.visible_buffer[: n * columns].view(n, 1, 1, columns)  # columns that are attended to
         self.visible.fill_(False)
         self.visible[:rows, 0, 0, :width] = to_device(prompt_mask, device).repeat_interleave(group_size, dim=0)
         self.ended.fill_(True)
@@ -145,14 +132,13 @@ class GraphDecoder:
         self.length.zero_()
         self.completions.fill_(sampling.pad_id)
         is_cast = torch.is_autocast_enabled(device.type)
+        # What a graph depends on besides its rows.
         self.kind = (is_cast, columns, str(replace(sampling, max_completion_tokens=1)))
 
     def cast_weights(self, model: PreTrainedModel) -> None:
         """Under autocast, copy the weights and biases of linear layers in its dtype."""
         device_type = model.device.type
         if not torch.is_autocast_enabled(device_type):
-            self.weights = {}
-            self.graphs = {key: graph for key, graph in self.graphs.items() if not key[1]}  # others read the weights
             return
         dtype = torch.get_autocast_dtype(device_type)
         for name, module in model.named_modules():
@@ -229,11 +215,13 @@ class GraphDecoder:
         pairs = zip(self.keys, self.values, strict=True)
         cache.layers = [FixedLayer(keys[:n], values[:n], self.column) for keys, values in pairs]
 
-        def forward(**inputs: Any) -> Any:
-            return functional_call(model, self.weights, kwargs=inputs, tie_weights=False)
-
         device = self.tokens.device.type
         is_cast = torch.is_autocast_enabled(device)
+        weights = self.weights if is_cast else {}
+
+        def forward(**inputs: Any) -> Any:
+            return functional_call(model, weights, kwargs=inputs, tie_weights=False)
+
         # Autocast's cache would give a capture copies of parameters that are gone, or old, when the graph is replayed.
         with torch.autocast(device, torch.get_autocast_dtype(device), enabled=is_cast, cache_enabled=False):
             logits = next_logits(forward, cache, self.tokens[:n], self.visible[:n], self.positions[:n])

@@ -93,8 +93,6 @@ def generate(
     At most `Sampling.max_rows` rows are decoded at a time. If memory runs out, all are drawn again by half as many at a
     time; a run's ``generators`` keep that number for later draws.
     """
-    if (sampling.decoder == "hf" and sampling.logprobs) or (sampling.decoder != "pspo" and sampling.nucleus):
-        raise ValueError(f"decoder={sampling.decoder} records no nucleus, and hf no logprobs")
     complete = DECODERS[sampling.decoder]
     stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
     max_rows = sampling.max_rows if generators is None else min(sampling.max_rows, generators.max_rows)

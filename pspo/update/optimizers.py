@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pspo.config import OptimizerConfig
+from pspo.model.adapters import trained_parameters
 
 
 def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -19,7 +20,7 @@ def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig
     --optimizer.options may have a weight_decay, of matrices and embeddings. Norms, biases, A_log of state-space models,
     and what a model's makers have marked ``_no_weight_decay``, have none.
     """
-    trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
+    trained = trained_parameters(policy)
     weights = list(trained.values())
     is_bfloat16 = any(weight.dtype == torch.bfloat16 for weight in weights)
     optimized = weights

@@ -47,25 +47,25 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
     If memory runs out, the whole minibatch is tried again with smaller microbatches. A loss or gradient that is not
     finite is counted and skipped.
     """
-    is_first_visit = minibatch.batches[0].old_logprobs is None
     while True:
-        visits = []
+        passes = []  # by microbatch
         try:
             for batch in minibatch.batches:
                 if learner.is_sharded:  # FSDP gathers the weights around what it takes for a forward pass
                     part = partial(backward, learner, batch, minibatch.counts, config)
-                    visits += learner.policy.call_with_weights(part)
+                    passes.append(learner.policy.call_with_weights(part))
                 else:
-                    visits += backward(learner, batch, minibatch.counts, config)
+                    passes.append(backward(learner, batch, minibatch.counts, config))
             break
         except RuntimeError as error:
             if not can_halve(learner, minibatch, error):
                 raise
         learner.optimizer.zero_grad()  # outside the except block, whose error holds the tensors of the failed pass
-        if is_first_visit:  # old log-probs must be of the shapes that are trained in from here on
-            for batch in minibatch.batches:
-                batch.old_logprobs = None
         halve(learner, minibatch)
+    for batch, visits in zip(minibatch.batches, passes, strict=True):
+        if batch.old_logprobs is None:  # the first visit's, in the shapes that all later ones are computed in
+            batch.old_logprobs = torch.cat([visit.inputs.logprobs for visit in visits])
+    visits = [visit for part in passes for visit in part]
 
     loss = torch.stack([visit.loss for visit in visits]).sum()
     if learner.n_ranks > 1:
@@ -137,8 +137,6 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
         if hidden.requires_grad:  # not with adapters at the output embedding alone
             with torch.autocast(device_type, enabled=False):
                 hidden.backward(torch.cat(gradients))
-    if batch.old_logprobs is None:
-        batch.old_logprobs = torch.cat([visit.inputs.logprobs for visit in visits])
     return visits
 
 
