@@ -12,15 +12,13 @@ from typing import Any
 
 import matplotlib
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from pspo.cli.terminal import one_line
 from pspo_lab import tables
 from pspo_lab.runs import Runs
-from pspo_lab.settings import ARGUMENT, SEED, methods, setting_numbers
+from pspo_lab.settings import SEED, methods
 
 # A method has one colour in every picture, on white and on dark: Okabe & Ito's (2008) for the paper's six, and Tol's.
 COLOURS = {"Clip": "#E69F00", "NoClip": "#0072B2", "P3O": "#009E73", "PSPO": "#D55E00", "SAPO": "#CC79A7",
@@ -28,9 +26,7 @@ COLOURS = {"Clip": "#E69F00", "NoClip": "#0072B2", "P3O": "#009E73", "PSPO": "#D
            "VESPO": "#6C63B5", "DPPO": "#B58900"}  # fmt: skip
 OWN_COLOURS = ("#8E6FD1", "#5B8C2A", "#0F8B9D", "#C2559A", "#D9534F", "#B07A3A", "#8C8C8C")  # of losses of others
 DASHES = ((0, (5, 1.5)), (0, (1, 1)), "-.", "-", (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (9, 3)))
-SHARED = 6  # settings that share the axes of a panel
-GREY_POINTS = 40  # of a curve behind others
-INK, GREY = "#333333", "#7d7d7d"  # text and axes; curves behind others
+INK, GREY = "#333333", "#7d7d7d"  # text and axes; lines of reference
 RC = {
     "font.size": 8,
     "axes.titlesize": 8,
@@ -77,126 +73,65 @@ def styles(rows: dict[str, str]) -> dict[str, dict[str, Any]]:
     return row_styles
 
 
-def draw_task(runs: Runs, finished: Runs, label: pd.Series, prefix: str) -> list[Path]:
-    """Draw the curves, the diagnostics, and the ablation of every argument of a surrogate; returns the files."""
+def draw_task(runs: Runs, label: pd.Series, prefix: str) -> list[Path]:
+    """Draw the rewards and the off-policy diagnostics of a task's runs; returns the files."""
     about = pd.DataFrame({"row": label, "method": methods(runs.configs), "seed": runs.configs[SEED]})
-    x_label = "optimizer step; means over a tenth of the run"
     rewards = {"training reward": "reward", "validation reward": "validation_reward"}
-    diagnostics = {name: name for name in tables.DIAGNOSTICS}
-    files = draw_curves(curve_points(runs, rewards).join(about, on="run"), x_label, Path(f"{prefix}curves.svg"))
-    points = curve_points(runs, diagnostics).join(about, on="run")
-    files += draw_curves(points, x_label, Path(f"{prefix}diagnostics.svg"))
-
-    configs = finished.configs
-    numbers = tables.compared(finished)
-    numbers = numbers.assign(panel=numbers["column"], y=numbers["value"] * numbers["column"].map(tables.scale))
-    numbers = numbers[["run", "panel", "y"]]
-    for switch in [name for name in configs if name.startswith(ARGUMENT)]:
-        name = switch.removeprefix(ARGUMENT)
-        values = pd.to_numeric(configs[switch], errors="coerce").dropna()
-        others = setting_numbers(configs, ignore=[switch])
-        values = values[values.groupby(others).transform("nunique") > 1]
-        for method, x in values.groupby(methods(configs)):
-            line = {run: label[run].replace(f"{name}={configs.loc[run, switch]}", name) for run in x.index}
-            points = numbers[numbers["run"].isin(x.index)].join(about.assign(row=pd.Series(line), x=x), on="run")
-            path = Path(f"{prefix}{tables.file_name(f'{method}-{name}')}.svg")
-            files += draw_curves(points.sort_values("x"), name, path, marker="o")
+    files = []
+    for name, metrics in (("curves", rewards), ("diagnostics", {name: name for name in tables.DIAGNOSTICS})):
+        points = curve_points(runs, metrics).join(about, on="run")
+        if len(points):
+            files.append(Path(f"{prefix}{name}.svg"))
+            draw_curves(points, files[-1])
     return files
 
 
 def curve_points(runs: Runs, metrics: dict[str, str]) -> pd.DataFrame:
-    """Rows of panel, run, x and y of smoothed metrics by panel; the untrained model's are at step 0."""
+    """Rows of column (a name of ``metrics``), run, x (the step) and value (smoothed); the untrained model is step 0."""
     untrained = runs.untrained().set_index("run")
-    parts = [pd.DataFrame(columns=["panel", "run"])]
-    for panel, metric in metrics.items():
+    parts = [pd.DataFrame(columns=["column", "run", "x", "value"])]
+    for column, metric in metrics.items():
         values = runs.metrics.reindex(columns=["run", "step", metric]).dropna()
         for run, rollouts in values.groupby("run", sort=False):
-            y = tables.smoothed(rollouts[metric])
-            points = dict(zip(rollouts["step"].iloc[len(rollouts) - len(y) :], y, strict=True))
+            smooth = tables.smoothed(rollouts[metric])
+            points = dict(zip(rollouts["step"].iloc[len(rollouts) - len(smooth) :], smooth, strict=True))
             if run in untrained.index and metric in untrained:
                 points = {0: untrained.loc[run, metric]} | points
-            parts.append(pd.DataFrame({"panel": panel, "run": run, "x": points.keys(), "y": points.values()}))
-    return pd.concat(parts)
+            parts.append(pd.DataFrame({"column": column, "run": run, "x": points.keys(), "value": points.values()}))
+    return pd.concat(parts).astype({"x": float, "value": float})
 
 
-def draw_curves(curves: pd.DataFrame, x_label: str, path: Path, marker: str = "") -> list[Path]:
-    """Draw means over seeds with their 95% intervals from rows of panel, row, method, seed, x and y; returns the files.
+def draw_curves(points: pd.DataFrame, path: Path) -> None:
+    """Draw a panel for each column, from rows of `curve_points` with their row (a setting), method and seed.
 
-    Up to `SHARED` rows share the axes of a panel, all panels in one file. More are small multiples, a file for each
-    panel: every row has axes to itself, and the others are grey behind it.
+    The mean over seeds in a band, its 95% interval; a thin line for each seed where fewer than three have values.
     """
-    style = styles(dict(zip(curves["row"], curves["method"], strict=True)))
-    panels = dict(list(curves.groupby("panel", sort=False)))
-    if not style:
-        return []
-    if len(style) <= SHARED:
-        with picture(path, 4 * min(2, len(panels)) + 1, 2.4 * math.ceil(len(panels) / 2) + 0.4, x_label) as figure:
-            cells = {name: (name, list(style)) for name in panels}
-            grid = draw_grid(figure, panels, cells, style, marker, columns=min(2, len(panels)), share_axes=False)
-            handles, names = grid[0].get_legend_handles_labels()
-            once = dict(zip(names, handles, strict=True)).values()  # of several seeds
-            figure.legend(handles=sorted(once, key=lambda line: -line.get_ydata()[-1]), loc="outside right center")
-        return [path]
-    files = []
-    for name, points in panels.items():
-        file = path.with_stem(tables.file_name(f"{path.stem} {name}"))
-        with picture(file, 2.2 * 4, 1.7 * math.ceil(len(style) / 4) + 0.4, x_label) as figure:
-            figure.suptitle(one_line(name))
-            cells = {row: (name, [row]) for row in style}
-            draw_grid(figure, {name: points}, cells, style, marker, columns=4, share_axes=True)
-        files.append(file)
-    return files
-
-
-def draw_grid(
-    figure: Figure,
-    panels: dict[str, pd.DataFrame],
-    cells: dict[str, tuple[str, list[str]]],
-    style: dict[str, dict[str, Any]],
-    marker: str,
-    columns: int,
-    share_axes: bool,
-) -> list[Axes]:
-    """Draw axes for each cell {title: (panel, rows in colour)}; the other rows are grey."""
-    panel_means = {}
-    grey = {}
-    for panel, points in panels.items():
-        means = tables.mean_over_seeds(points.rename(columns={"x": "column", "y": "value"}))
-        low, high = (tables.scale(panel) * limit for limit in tables.value_range(panel))
-        means = means.assign(low=means["low"].clip(lower=low), high=means["high"].clip(upper=high))
-        panel_means[panel] = means.sort_values("column", kind="stable")
-        lines = [line[["column", "mean"]].to_numpy(float) for _, line in panel_means[panel].groupby("row", sort=False)]
-        grey[panel] = [line[:: math.ceil(len(line) / GREY_POINTS)] for line in lines]
-    lines = math.ceil(len(cells) / columns)
-    grid = list(figure.subplots(lines, columns, sharex=share_axes, sharey=share_axes, squeeze=False).flat)
-    for axes in grid[len(cells) :]:
-        axes.set_axis_off()
-    for axes, (title, (panel, coloured)) in zip(grid, cells.items(), strict=False):
-        points = panels[panel]
-        means = panel_means[panel]
-        axes.set_title(wrap(title))
-        if len(coloured) < means["row"].nunique():
-            axes.add_collection(LineCollection(grey[panel], color=GREY, alpha=0.4, linewidth=0.7, zorder=1))
-        for row in coloured:
-            draw_row(axes, points[points["row"] == row], means[means["row"] == row], marker, style[row])
-    return grid
-
-
-def draw_row(axes: Axes, points: pd.DataFrame, means: pd.DataFrame, marker: str, style: dict[str, Any]) -> None:
-    """Draw the mean in a band where three seeds or more have a value; if they never do, a thin line for each seed."""
-    banded = means[means["seeds"] >= tables.SEEDS_FOR_AN_INTERVAL]
-    label = wrap(points["row"].iloc[0])
-    if len(banded):
-        x = banded["column"]
-        axes.plot(x, banded["mean"], marker=marker, markersize=4, label=label, **style)
-        axes.fill_between(x, banded["low"], banded["high"], alpha=0.12, linewidth=0, color=style["color"])
-    for _, seed in points.groupby("seed"):
-        if banded.empty:
-            visible = "o" if len(seed) == 1 else marker  # a line of one point cannot be seen
-            axes.plot(seed["x"], seed["y"], marker=visible, markersize=4, linewidth=0.9, label=label, **style)
-        elif marker:
-            axes.plot(seed["x"], seed["y"], ".", markersize=4, alpha=0.6, color=style["color"])
-
-
-def wrap(name: str) -> str:
-    return textwrap.fill(one_line(name), 28)
+    style = styles(dict(zip(points["row"], points["method"], strict=True)))
+    means = tables.mean_over_seeds(points, by=["row", "column", "x"]).sort_values("x", kind="stable")
+    panels = points["column"].unique()
+    columns = min(2, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    height = max(2.4 * lines, 0.2 * len(style)) + 0.4  # of the panels, or the legend
+    with picture(path, 4 * columns + 2, height, "optimizer step; means over a tenth of the run") as figure:
+        grid = list(figure.subplots(lines, columns, squeeze=False).flat)
+        for axes in grid[len(panels) :]:
+            axes.set_axis_off()
+        handles = {}
+        for axes, panel in zip(grid, panels, strict=False):
+            axes.set_title(panel)
+            for row in style:
+                seeds = points[(points["column"] == panel) & (points["row"] == row)]
+                curve = means[(means["column"] == panel) & (means["row"] == row)]
+                banded = curve[curve["seeds"] >= tables.SEEDS_FOR_AN_INTERVAL]
+                if len(banded):
+                    handles[row] = axes.plot(banded["x"], banded["mean"], **style[row])[0]
+                    axes.fill_between(
+                        banded["x"], banded["low"], banded["high"], alpha=0.12, linewidth=0, color=style[row]["color"]
+                    )
+                    continue
+                for _, seed in seeds.groupby("seed"):
+                    marker = "o" if len(seed) == 1 else ""  # a line of one point cannot be seen
+                    line = axes.plot(seed["x"], seed["value"], marker=marker, linewidth=0.9, **style[row])
+                    handles[row] = line[0]
+        names = [textwrap.fill(one_line(row), 28) for row in handles]
+        figure.legend(handles.values(), names, loc="outside right center")

@@ -68,7 +68,7 @@ def write_report(runs: Runs, output: Path) -> list[Path]:
             cells.append(table.assign(task=title, table=name))
         if names:
             prefix = f"{file_name(title)}-" if len(tasks) > 1 else ""
-            files = draw_task(task_runs, finished, label, f"{output}/{prefix}")
+            files = draw_task(task_runs, label, f"{output}/{prefix}")
             markdown += [f"![{path.stem}]({path.name})" for path in files]
             pictures += files
 

@@ -170,13 +170,15 @@ def value_range(name: str) -> tuple[float, float]:
     return next((limits for limits, names in RANGES.items() if names.search(name)), (-math.inf, math.inf))
 
 
-def mean_over_seeds(values: pd.DataFrame, are_differences: bool = False) -> pd.DataFrame:
+def mean_over_seeds(
+    values: pd.DataFrame, are_differences: bool = False, by: Sequence[str] = ("row", "column")
+) -> pd.DataFrame:
     """The mean of each row and column, with Student's 95% interval from three seeds on; one seed keeps its interval.
 
     Intervals end where the column's values do, unless they are differences; shares of the seeds have none.
     """
-    values = values.reindex(columns=["row", "column", "value", "low", "high"])
-    groups = values.groupby(["row", "column"], sort=False)
+    values = values.reindex(columns=[*by, "value", "low", "high"])
+    groups = values.groupby([*by], sort=False)
     cells = groups[["low", "high"]].first().assign(seeds=groups.size())
     cells["mean"] = groups["value"].mean()
     cells["sem"] = groups["value"].sem()
