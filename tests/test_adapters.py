@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import pspo.evaluate.__main__
 import pspo.run.export
-import pspo.train
 from pspo.config import LoraConfig, ModelConfig
 from pspo.model import ASSETS, load_policy, token_logprobs
 from pspo.model.adapters import add_adapters, check_adapter_config, merged_weights, save_adapters
 from pspo.model.lora import fuse_adapters
 from pspo.rollout import Rollout
+from pspo.train import main
 from pspo.update import update
 from pspo.update.learner import Learner
 from pspo.update.optimizers import make_optimizer
@@ -284,10 +284,10 @@ def test_quantised_weights_are_trained_beside_and_not_themselves(quantised, tmp_
         "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--run.max_steps=2", "--run.validate_every=0",
         "--run.save_every=1", "--run.test_limit=2",
     ]  # fmt: skip
-    assert run_command(pspo.train.main, *args) == 2
+    assert run_command(main, *args) == 2
     said = "its weights cannot be trained: set --model.lora.rank"
     assert f"{folder} is quantised by bitsandbytes: {said}" in capsys.readouterr().err
-    assert run_command(pspo.train.main, *args, "--model.lora.rank=4") == 0
+    assert run_command(main, *args, "--model.lora.rank=4") == 0
     final = tmp_path / "run/final"
     assert all("lora_" in name for name in load_file(final / "adapter_model.safetensors"))
     our_logprobs(load_policy(ModelConfig(str(final)), CPU))

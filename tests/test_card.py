@@ -6,13 +6,13 @@ import shlex
 import pytest
 from huggingface_hub import ModelCard
 
-import pspo.train
 from pspo.cli.files import read_json
 from pspo.cli.parse import parse
 from pspo.cli.python import config_from_python
 from pspo.config import SYSTEM_PROMPT, EvaluateConfig, TrainConfig
 from pspo.run.card import evaluate_command, model_card
 from pspo.tasks import ExactMatch
+from pspo.train import main
 
 ARGS = ("--run.max_steps=4", "--rollout.prompts=2", "--rollout.max_completion_tokens=24", "--run.test_limit=4",
         "--run.validation_limit=4", "--run.validate_every=2", "--run.save_every=2", "--data.limit=20",
@@ -27,7 +27,7 @@ def card(*args: str) -> str:
 
 
 def test_the_card_has_the_run_in_numbers_and_code_that_loads_the_model(here, capsys):
-    pspo.train.main(ARGS)
+    main(ARGS)
     run = here / "out"
     summary = read_json(run / "summary.json")
     for folder, step in {"final": 4, "best": summary["best_step"]}.items():

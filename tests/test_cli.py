@@ -23,10 +23,10 @@ import pspo.config
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 import pspo.run.prepare
-import pspo.train
 from pspo.cli.files import append_jsonl, differences, lock_folder, read_config, read_json, read_jsonl
 from pspo.model import ASSETS, load_tokenizer
 from pspo.run.card import describe_results
+from pspo.train import main
 
 REPOSITORY = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -35,7 +35,7 @@ SMALL = ("--run.max_steps=4", "--rollout.prompts=4", "--run.test_limit=16", "--r
 FAST = ("--run.max_steps=2", "--rollout.prompts=2", "--rollout.max_completion_tokens=24", "--run.test_limit=0",
         "--run.validate_every=0", "--data.limit=20")  # fmt: skip
 TINIEST = (f"--model.name_or_path={one_layer()}", "--rollout.max_completion_tokens=4")
-train, evaluate = pspo.train.main, pspo.evaluate.__main__.main
+train, evaluate = main, pspo.evaluate.__main__.main
 
 
 def length(completions):

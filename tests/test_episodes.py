@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import pspo.evaluate.__main__
-import pspo.train
 from pspo.cli.files import read_json, read_jsonl
 from pspo.config import DataConfig, ModelConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
@@ -26,6 +25,7 @@ from pspo.model.find import set_template_defaults
 from pspo.rollout import How, PolicySampler, Prompts, Rollout, encode_prompts, left_pad, load_prompts, make_sampling
 from pspo.tasks import ExactMatch, FormatReward, Problem, SoftOverlong, total_rewards
 from pspo.tasks.calculator import Calculator, calculate
+from pspo.train import main
 
 QWEN3 = Path(__file__).with_name("qwen3.jinja")
 CALCULATOR = "pspo.tasks.calculator.Calculator"
@@ -448,7 +448,7 @@ RUN = ["--model.name_or_path=tiny-text", "--data.name=sums", f"--rollout.environ
 def run(tmp_path_factory):
     """The folder of a run of 8 steps with the calculator."""
     folder = tmp_path_factory.mktemp("calculator") / "run"
-    pspo.train.main([*RUN, "--run.max_steps=8", f"--run.output_dir={folder}"])
+    main([*RUN, "--run.max_steps=8", f"--run.output_dir={folder}"])
     return folder
 
 
@@ -483,13 +483,13 @@ def test_an_environment_that_raises_ends_the_run_saved(tmp_path, capsys):
              "--run.validate_every=0", "--run.max_steps=4", "--data.limit=40",
              f"--run.output_dir={tmp_path / 'run'}"]  # fmt: skip
     with pytest.raises(SystemExit) as ended:  # in the second rollout of 16 episodes
-        pspo.train.main(["--rollout.environment=test_episodes.Fails", *short])
+        main(["--rollout.environment=test_episodes.Fails", *short])
     assert ended.value.code == 1
     message = capsys.readouterr().err
     assert "your code" in message
     assert 'sys.exit("out of eggs")' in message
     assert "step-000002; the same command" in message
-    pspo.train.main(["--rollout.environment=test_episodes.Fails", *short])  # it resumes
+    main(["--rollout.environment=test_episodes.Fails", *short])  # it resumes
     assert read_jsonl(tmp_path / "run/metrics.jsonl")[-1]["step"] == 4
 
 

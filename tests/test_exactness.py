@@ -10,14 +10,13 @@ from architectures import OUTCOMES, tiny
 from processes import run_command
 from test_logprobs import gradients, make_groups, make_rows
 
-import pspo.evaluate.__main__
-import pspo.train
 from pspo.config import ModelConfig, RolloutConfig
 from pspo.model import CACHE_ARGUMENT, token_logprobs
 from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts
 from pspo.rollout import decode_greedily, generate, make_sampling
 from pspo.rollout.sampling import fault_for_graphs
+from pspo.train import main
 
 IN_CI = "bart bloom cohere deepseek_v3 gemma3_text gpt2 gpt_oss gptj lfm2 llama llama4_text mamba mixtral qwen3_next"
 PROMPTS = [list(range(20, 70)), [7, 8, 9]]
@@ -81,7 +80,7 @@ def test_a_body_that_ignores_an_input_is_refused(monkeypatch, load, tokenizer, i
 def test_refused_before_a_run_begins(model_folder, tmp_path, capsys):
     folder, output = model_folder(tiny("bart")), tmp_path / "run"
     switches = ("--model.name_or_path", str(folder), "--run.output_dir", str(output), "--run.quiet", "--data.limit=9")
-    assert run_command(pspo.train.main, *switches) == 2
+    assert run_command(main, *switches) == 2
     assert "BartForCausalLM gives a row other log-probs in a padded batch than alone" in capsys.readouterr().err
     assert not output.exists()
 

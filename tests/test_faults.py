@@ -22,7 +22,6 @@ from processes import Payload, assert_same, one_layer, run_command, until
 from safetensors.torch import load_file
 
 import pspo.run.recorder
-import pspo.train
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.losses import NoClip
@@ -32,6 +31,7 @@ from pspo.run.metrics import rollout_metrics, sample_record
 from pspo.run.prepare import prepare
 from pspo.tasks import Problem, Reward
 from pspo.tasks.workers import worker_pool
+from pspo.train import main
 
 FORKS = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.usefixtures("here")
@@ -106,7 +106,7 @@ class Mean(NoClip):
 
 
 def train(*args: str) -> int:
-    return run_command(pspo.train.main, *TINY, "--run.output_dir=out", *args)
+    return run_command(main, *TINY, "--run.output_dir=out", *args)
 
 
 def metrics() -> list[dict]:

@@ -29,13 +29,13 @@ from test_resume import CONSTANT, MODES, TINY, cut_off, killed, killed_at_step, 
 
 import pspo.cli.python
 import pspo.run.prepare
-import pspo.train
 from pspo.cli.files import read_jsonl, to_yaml
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.run.folders import checkpoints
 from pspo.run.resume import check_same
 from pspo.run.validator import Validator
+from pspo.train import main
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -49,7 +49,7 @@ def same_weights(one: str, other: str) -> bool:
 
 def test_two_unnamed_runs_that_begin_in_one_second(monkeypatch):
     monkeypatch.setattr(pspo.cli.python, "time", SimpleNamespace(strftime=lambda form: "now"))
-    run_command(pspo.train.main, *TINY, "--run.max_steps=2", "--model.name_or_path=./nowhere")
+    run_command(main, *TINY, "--run.max_steps=2", "--model.name_or_path=./nowhere")
     assert not Path("runs").exists()
 
     def action() -> int:
@@ -57,7 +57,7 @@ def test_two_unnamed_runs_that_begin_in_one_second(monkeypatch):
         return unnamed()
 
     def unnamed() -> int:
-        return run_command(pspo.train.main, *TINY, "--run.max_steps=2")
+        return run_command(main, *TINY, "--run.max_steps=2")
 
     assert forked(action) == 0
     names = sorted(path.parent.name.rpartition("-pspo-")[2] for path in Path("runs").glob("*/summary.json"))

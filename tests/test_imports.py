@@ -115,7 +115,7 @@ def test_nothing_unsafe(name):
 @pytest.mark.slow
 def test_the_package_shows_what_is_public_and_loads_nothing_early():
     code = (
-        "import sys, pspo; assert 'torch' not in sys.modules; print(*dir(pspo)); from pspo import train; "
+        "import sys, pspo.train; assert 'torch' not in sys.modules; print(*dir(pspo)); from pspo import train; "
         "import inspect; print(inspect.isfunction(pspo.train), 'Train as' in pspo.train.__doc__); "
         "print(inspect.signature(train).return_annotation, pspo.losses.PSPO.__name__)"
     )

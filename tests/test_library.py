@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 import pspo.tasks.datasets
-import pspo.train
+from pspo import train
 from pspo.cli.files import read_config, read_json, read_jsonl
 from pspo.cli.python import config_from_python
 from pspo.config import DataConfig, RunConfig, TrainConfig
 from pspo.losses import GSPO, Clip, Surrogate
 from pspo.rollout import Sampling, generate, group_relative_advantages
 from pspo.tasks import FormatReward, Problem, load_problems
-from pspo.train import train_model as train
+from pspo.train import main
 from pspo.update import Learner, update
 
 from test_docs import blocks  # isort: skip
@@ -49,7 +49,7 @@ def test_the_pages_loop_equals_the_command_bit_for_bit(tmp_path):
     switches = {f"--rollout.{name}": value for name, value in SWITCHES.items()}
     switches |= {f"--run.{name}": value for name, value in RUN.items()}
     switches |= {"--run.output_dir": tmp_path / "run", "--data.limit": 40}
-    pspo.train.main([*(f"{name}={value}" for name, value in switches.items()), "--run.seed=3"])
+    main([*(f"{name}={value}" for name, value in switches.items()), "--run.seed=3"])
     saved = load_file(tmp_path / "run/final/model.safetensors")
     ours = {name: tensor for name, tensor in policy.state_dict().items() if name in saved}
     assert ours.keys() == saved.keys()
@@ -85,7 +85,7 @@ def test_one_call_equals_the_command(here):
     summary = train(run=RUN | {"output_dir": "call"}, **call)
     command = [*(f"--rollout.{k}={v}" for k, v in SWITCHES.items()), *(f"--run.{k}={v}" for k, v in RUN.items())]
     command += ["--algorithm.surrogate=Clip", "--algorithm.surrogate.epsilon=0.3", "--data.limit=40"]
-    pspo.train.main([*command, "--run.output_dir=c"])
+    main([*command, "--run.output_dir=c"])
     assert Path("call/final/model.safetensors").read_bytes() == Path("c/final/model.safetensors").read_bytes()
     ours, theirs = read_config(Path("call/config.yaml")), read_config(Path("c/config.yaml"))
     assert ours["algorithm"] == theirs["algorithm"]
@@ -147,7 +147,7 @@ def test_a_list_of_problems_and_a_file_of_them_are_divided_alike(here, capsys, c
     run = {"max_steps": 2, "validate_every": int(count < 50)}
     train(data=problems, rollout=SWITCHES, run=run | {"output_dir": "list"})
     switches = [f"--rollout.{k}={v}" for k, v in SWITCHES.items()] + [f"--run.{k}={v}" for k, v in run.items()]
-    pspo.train.main([*switches, "--data.path=list/data", "--run.output_dir=file"])
+    main([*switches, "--data.path=list/data", "--run.output_dir=file"])
     assert capsys.readouterr().out.count(f"data    file: {header}") == 2
     summaries = [read_json(Path(output, "summary.json")) for output in ("list", "file")]
     assert summaries[0]["before"] == summaries[1]["before"]
@@ -281,7 +281,7 @@ def test_grpo_in_one_file_is_the_command(tmp_path, one_thread, monkeypatch):
 
     (switches,) = re.findall(r"python -m pspo\.train (.*?)\n\n", source, re.DOTALL)
     own = ["--run.max_steps=4", "--run.seed=3", "--run.test_limit=0", "--run.quiet", f"--run.output_dir={tmp_path}/run"]
-    pspo.train.main([*shlex.split(switches.replace("\\\n", "")), *own])
+    main([*shlex.split(switches.replace("\\\n", "")), *own])
     theirs = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert all(torch.equal(ours[name], weights) for name, weights in theirs.items())
     untrained = load_file(ASSETS / "tiny-base" / "model.safetensors")

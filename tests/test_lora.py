@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 import pspo.evaluate.__main__
 import pspo.model.linear
 import pspo.run.export
-import pspo.train
 import pspo.update.step
 from pspo.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from pspo.losses import PSPO
@@ -27,6 +26,7 @@ from pspo.model.device import autocast
 from pspo.model.lora import fuse_adapters, fused_forward
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate
 from pspo.run.folders import checkpoints
+from pspo.train import main
 from pspo.update import Learner, update
 from pspo.update.optimizers import make_optimizer
 
@@ -196,7 +196,7 @@ def test_loss_and_gradients_are_pefts(tmp_path):
 
 
 def train(output: str, *args: str) -> int:
-    return run_command(pspo.train.main, *SMALL, f"--run.output_dir={output}", *args)
+    return run_command(main, *SMALL, f"--run.output_dir={output}", *args)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import torch
 from processes import one_layer, ranks
 from safetensors.torch import load_file
 
-import pspo.train
 import pspo.update.step
 from pspo.config import OptimizerConfig
+from pspo.train import main
 from pspo.update.optimizers import (
     StochasticRounding,
     check_optimizer,
@@ -26,7 +26,7 @@ SMALL = (
 
 
 def train(output: Path, *args: str) -> list[dict]:
-    pspo.train.main([*SMALL, f"--run.output_dir={output}", *args])
+    main([*SMALL, f"--run.output_dir={output}", *args])
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -180,6 +180,6 @@ def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):
             return metrics
 
         pspo.update.step.take_step = step
-        pspo.train.main([*TWO_RANKS, f"--run.output_dir={tmp_path / 'run'}"])
+        main([*TWO_RANKS, f"--run.output_dir={tmp_path / 'run'}"])
 
     assert ranks(work) == [0, 0]

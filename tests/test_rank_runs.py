@@ -28,11 +28,11 @@ from processes import (
 
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
-import pspo.train
 from pspo import distributed as dist
 from pspo.rollout.engine import EngineError, EngineSampler
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import checkpoints, find_damage
+from pspo.train import main
 
 if not torch.distributed.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
@@ -53,7 +53,7 @@ def train(output: Path, strategy: str, *args: str, number: int = 2, fault: Calla
 
     def rank() -> None:
         fault()
-        pspo.train.main(switches)
+        main(switches)
 
     return ranks(rank, number)
 
@@ -273,7 +273,7 @@ def test_another_number_of_ranks_draws_anew_what_waited(tmp_path):
 
 def test_a_run_from_python_joins_the_ranks(tmp_path):
     def rank() -> None:
-        pspo.train.train_model(
+        pspo.train(
             one_layer(),
             data={"limit": 9},
             rollout={"prompts": 2, "max_completion_tokens": 8},

@@ -27,8 +27,6 @@ from processes import (
 )
 from transformers import Qwen2ForCausalLM
 
-import pspo.run.prepare
-import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.losses import NoClip, Surrogate
 from pspo.rollout import Sampler
@@ -36,6 +34,7 @@ from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import checkpoints
 from pspo.run.validator import Validator
 from pspo.tasks import Reward
+from pspo.train import loop, main
 
 pytestmark = pytest.mark.usefixtures("here")
 TINY = (
@@ -89,7 +88,7 @@ class Fading:
 
 
 def train(output: str, *args: str) -> int:
-    return run_command(pspo.train.main, *TINY, f"--run.output_dir={output}", *args)
+    return run_command(main, *TINY, f"--run.output_dir={output}", *args)
 
 
 @pytest.fixture(scope="module")
@@ -254,12 +253,12 @@ def test_killed_at_any_file_event_of_a_run_the_same_command_ends_it_and_nothing_
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 TOLD = [  # when, what, the exit code, the newest checkpoint
-    pytest.param(pspo.train, "draw", 1, [signal.SIGINT], 75, None, id="rollout", marks=pytest.mark.nightly),
-    pytest.param(pspo.train, "update", 1, [signal.SIGTERM], 75, "step-000002", id="training"),
+    pytest.param(loop, "draw", 1, [signal.SIGINT], 75, None, id="rollout", marks=pytest.mark.nightly),
+    pytest.param(loop, "update", 1, [signal.SIGTERM], 75, "step-000002", id="training"),
     pytest.param(
         Checkpointer, "save_snapshot", 1, [signal.SIGINT], 75, "step-000002", id="save", marks=pytest.mark.nightly
     ),
-    pytest.param(pspo.train, "update", 2, [signal.SIGINT, signal.SIGINT], 130, "step-000002", id="twice"),
+    pytest.param(loop, "update", 2, [signal.SIGINT, signal.SIGINT], 130, "step-000002", id="twice"),
 ]
 
 
@@ -284,13 +283,13 @@ def test_told_to_stop_a_run_saves_and_resumes_exactly(whole, capfd, owner, funct
 
 DRAWING = {  # what is being drawn at the signal: by what call of a function, the run's switches, the newest checkpoint
     "first test": (Validator, "test", 1, (), []),
-    "rollout": (pspo.train, "draw", 2, (), ["step-000002"]),
+    "rollout": (loop, "draw", 2, (), ["step-000002"]),
     "validation": (Validator, "validate", 2, (), ["step-000004", "step-000002"]),
     "first validation": (Validator, "validate", 1, (), []),
     "last test": (Validator, "test", 2, (), ["step-000006", "step-000004"]),
-    "lag fills": (pspo.train, "draw", 2, MODES["lag"], []),
+    "lag fills": (loop, "draw", 2, MODES["lag"], []),
     "resampled": (Sampler, "draw", 6, (*MODES["resampled"], "--reward.functions=[MathReward]"), []),
-    "environment": (pspo.train, "draw", 2, MODES["environment"], ["step-000002"]),
+    "environment": (loop, "draw", 2, MODES["environment"], ["step-000002"]),
 }  # fmt: skip
 
 

@@ -18,13 +18,13 @@ import torch
 from light_rewards import Leaves, asks_for_a_loop, calls_in_turn
 from processes import run_command
 
-import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.tasks import ExactMatch, MathVerifyReward, SoftOverlong
 from pspo.tasks.failures import RewardError, WorkerError, show_failures
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
 from pspo.tasks.workers import worker_pool
+from pspo.train import main
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_what_a_run_makes_of_its_rewards(tmp_path, tokenizer):
         "--reward.functions=test_rewards.tells", f"--run.output_dir={tmp_path / 'out'}",
     )  # fmt: skip
     TOLD.clear()
-    assert run_command(pspo.train.main, *switches) == 0
+    assert run_command(main, *switches) == 0
     samples = read_jsonl(tmp_path / "out/samples.jsonl")
     cut_off = [len(ids) == 18 and ids[-1] != tokenizer.eos_token_id for ids, _ in TOLD]
     assert [truncated for _, truncated in TOLD] == cut_off == [record["truncated"] for record in samples]

@@ -25,12 +25,12 @@ from processes import metric_lines, one_layer, run_command
 from test_docs import blocks
 
 import pspo.evaluate.__main__
-import pspo.train
 import pspo.update.step
 from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from pspo.losses import Surrogate
 from pspo.model import autocast, default_max_rows, default_microbatch_tokens, load_policy, load_tokenizer
 from pspo.rollout import generate, load_prompts, make_sampling
+from pspo.train import main
 from pspo.update.learner import make_learner
 
 HAS_GPU = torch.cuda.is_available()
@@ -173,7 +173,7 @@ def run_on_cpu(main: Callable[[Sequence[str]], None], *args: str) -> None:
 
 
 def train(folder: Path, *args: str) -> None:
-    run_on_cpu(pspo.train.main, f"--model.name_or_path={one_layer()}", *TINY, f"--run.output_dir={folder}", *args)
+    run_on_cpu(main, f"--model.name_or_path={one_layer()}", *TINY, f"--run.output_dir={folder}", *args)
 
 
 def assert_good(run: Path) -> list[dict[str, float]]:

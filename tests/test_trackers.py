@@ -9,9 +9,9 @@ import pytest
 from processes import one_layer
 
 import pspo.run.prepare
-import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.run.trackers import MODULES
+from pspo.train import main
 
 ARGS = (f"--model.name_or_path={one_layer()}", "--run.max_steps=4", "--rollout.prompts=2", "--run.test_limit=0",
         "--rollout.max_completion_tokens=8", "--run.validation_limit=2", "--run.validate_every=4", "--data.limit=20",
@@ -45,7 +45,7 @@ def values(line: dict) -> dict:
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_services_get_the_lines_of_metrics_jsonl(here, fake, name):
     calls = fake(name)
-    pspo.train.main([*ARGS, f"--run.tracker={name}"])
+    main([*ARGS, f"--run.tracker={name}"])
     (_, started), *logged = calls
     assert (started["project"], started["name"]) == ("pspo", "out")
     assert started["config"]["algorithm"]["surrogate"]["init_args"] == {"alpha": 0.1}
@@ -57,7 +57,7 @@ def test_services_get_the_lines_of_metrics_jsonl(here, fake, name):
     assert rows == [{name: sample[name] for name in rows[0]} for sample in samples]
     assert {"prompt", "completion", "reward", "advantage"} <= rows[0].keys()
     calls.clear()
-    pspo.train.main([*ARGS, f"--run.tracker={name}", "--run.max_steps=6"])
+    main([*ARGS, f"--run.tracker={name}", "--run.max_steps=6"])
     (_, resumed), (_, _, step), *_ = calls
     assert (resumed["name"], resumed["resume"], step) == ("out", "allow", 6)  # the same run, and its next step
     assert resumed.get("id") == started.get("id")
@@ -66,7 +66,7 @@ def test_services_get_the_lines_of_metrics_jsonl(here, fake, name):
 
 def test_tensorboard_holds_the_lines_of_metrics_jsonl(here):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    pspo.train.main([*ARGS, "--run.tracker=tensorboard"])
+    main([*ARGS, "--run.tracker=tensorboard"])
     events = accumulator.EventAccumulator(str(here / "out/tensorboard")).Reload()
     lines = read_jsonl(here / "out/metrics.jsonl")
     assert set(events.Tags()["scalars"]) == {name for line in lines for name in values(line)}
@@ -85,6 +85,6 @@ def test_a_missing_package_is_named_before_anything_is_loaded(here, capsys, monk
     monkeypatch.setitem(sys.modules, MODULES[name], None)  # as Python marks what cannot be imported
     monkeypatch.setattr(pspo.run.prepare, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
     with pytest.raises(SystemExit, match="2"):
-        pspo.train.main([*ARGS, f"--run.tracker={name}"])
+        main([*ARGS, f"--run.tracker={name}"])
     assert f"pip install 'pspo[{name}]'\n" in capsys.readouterr().err
     assert list(here.iterdir()) == []

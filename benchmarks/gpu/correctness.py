@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import pspo.train
 from benchmarks.gpu.common import GROUP, Options, Rows, row
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO, Counts
@@ -23,6 +22,7 @@ from pspo.rollout import Batch, Rollout, Sampling, encode_prompts, generate
 from pspo.rollout.drawing import sample_nucleus
 from pspo.rollout.types import cat_padded
 from pspo.tasks import load_problems
+from pspo.train import main
 from pspo.update import Learner, update
 from pspo.update.step import backward
 
@@ -148,7 +148,7 @@ def resume(options: Options, deterministic: bool, optimizer: str = "adamw") -> R
         whole = Path(scratch) / "whole"
         stopped = Path(scratch) / "stopped"
         for output, steps in ((whole, 6), (stopped, 4), (stopped, 6)):
-            pspo.train.main([*args, f"--run.max_steps={steps}", f"--run.output_dir={output}"])
+            main([*args, f"--run.max_steps={steps}", f"--run.output_dir={output}"])
         one, other = (load_file(run / "final/model.safetensors") for run in (whole, stopped))
     equal = all(torch.equal(one[name], other[name]) for name in one)
     goal = {"least": 1, "most": 1} if deterministic else {}
@@ -184,7 +184,7 @@ def ranks_on_one_gpu(options: Options, strategy: str, processes: int) -> Rows:
     with tempfile.TemporaryDirectory() as scratch:
         plain = Path(scratch) / "plain"
         ranked = Path(scratch) / strategy
-        pspo.train.main([*args, f"--run.output_dir={plain}"])
+        main([*args, f"--run.output_dir={plain}"])
         torchrun(processes, *args, f"--distributed.strategy={strategy}", f"--run.output_dir={ranked}", module=module)
         one, other = (load_file(run / "final/model.safetensors") for run in (plain, ranked))
     apart, moved = (

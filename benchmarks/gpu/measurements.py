@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-import pspo.train
 from benchmarks.ablation import UNSHARED
 from benchmarks.gpu.common import GROUP, PEAKS, Options, Rows, operations, random_policy, row, timed, tiny_prompts
 from benchmarks.gpu.correctness import ROOT, SHORT, torchrun
@@ -29,6 +28,7 @@ from pspo.losses import PSPO
 from pspo.model import autocast, casts_to_bf16, default_microbatch_tokens
 from pspo.model.device import peak_memory_gb
 from pspo.rollout import Rollout, Sampling, generate, left_pad
+from pspo.train import main
 from pspo.update import Learner, update
 from pspo.update.optimizers import make_optimizer
 from pspo_lab.shapes import Shape
@@ -207,7 +207,7 @@ def word_problems(options: Options, surrogate: str, seed: int) -> Rows:
             f"--model.name_or_path={options.smollm2}", "--model.autocast=auto", "--rollout.decoder=graphs",
             f"--run.test_limit={HELD_OUT}",
         ]  # fmt: skip
-    pspo.train.main([*args, f"--algorithm.surrogate={surrogate}", f"--run.seed={seed}", f"--run.output_dir={output}"])
+    main([*args, f"--algorithm.surrogate={surrogate}", f"--run.seed={seed}", f"--run.output_dir={output}"])
     summary = read_json(output / "summary.json")
     return [
         *(row(f"accuracy {when}", 100 * summary[when]["accuracy"], "%") for when in ("before", "after")),
@@ -230,7 +230,7 @@ def ranks(options: Options, strategy: str) -> Rows:
             "--run.validate_every=0", "--run.test_limit=0", "--run.quiet=true", f"--run.output_dir={output}",
             f"--distributed.strategy={strategy}",
         ]  # fmt: skip
-        pspo.train.main(args) if strategy == "none" else torchrun(processes, *args)
+        main(args) if strategy == "none" else torchrun(processes, *args)
         lines = read_jsonl(Path(output) / "metrics.jsonl")[1:]  # the first is the warm-up
         peak = read_json(Path(output) / "summary.json")["peak_memory_gb"]
     generate, update = (

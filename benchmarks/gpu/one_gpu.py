@@ -10,8 +10,8 @@ import os
 
 import torch.distributed
 
-import pspo.train
 from pspo.distributed import run_main
+from pspo.train import main
 
 init_process_group = torch.distributed.init_process_group
 
@@ -23,4 +23,4 @@ def init_by_gloo(backend: str, **options: object) -> None:
 if __name__ == "__main__":
     os.environ["LOCAL_RANK"] = "0"
     torch.distributed.init_process_group = init_by_gloo
-    run_main(pspo.train.main)
+    run_main(main)
