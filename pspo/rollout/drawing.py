@@ -81,25 +81,20 @@ def sample_race(probs: Tensor, top_p: float) -> Tensor:
     return candidates.gather(1, first).squeeze(1)
 
 
-def nucleus_edge(probs: Tensor, top_p: float) -> Tensor:
-    """The least probability inside the nucleus, (b, 1), of probabilities (b, V) float32, which are not sorted.
+def in_nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """The nucleus that `sample_nucleus` draws from, (b, V) bool, of probabilities (b, V) float32, which are not sorted.
 
     Float32 numbers in [0, 1] are in the order of their bits, of which 30 can be set. So the largest number with at
-    least top_p of the mass strictly above it is found bit by bit, from the highest on; the edge is the next number.
+    least top_p of the mass strictly above it is found bit by bit, from the highest on; the nucleus begins at the next.
     """
     if top_p >= 1:
-        return torch.zeros_like(probs[:, :1])
+        return probs > 0
     bits = torch.zeros_like(probs[:, :1], dtype=torch.int32)
     for bit in reversed(range(30)):
         higher = bits + (1 << bit)
         above = (probs * (probs > higher.view(torch.float32))).sum(dim=1, keepdim=True)
         bits = higher.where(above >= top_p, bits)
-    return (bits + 1).view(torch.float32)
-
-
-def in_nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """The nucleus that `sample_nucleus` draws from, (b, V) bool, of probabilities (b, V); without impossible tokens."""
-    return (probs >= nucleus_edge(probs, top_p)) & (probs > 0)
+    return probs >= (bits + 1).view(torch.float32)
 
 
 class NucleusRecorder:

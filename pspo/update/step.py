@@ -155,11 +155,7 @@ def add_fixed_logprobs(
             except RuntimeError as error:
                 if not can_halve(learner, minibatch, error):
                     raise
-            for batch in minibatch.batches:  # all of the shapes that are trained in from here on
-                batch.ref_logprobs = None
-                if with_old:
-                    batch.old_logprobs = None
-            halve(learner, minibatch)
+            halve(learner, minibatch)  # then all again, in the shapes that are trained in from here on
 
 
 def add_batch_logprobs(
