@@ -64,10 +64,13 @@ def test_two_unnamed_runs_that_begin_in_one_second(monkeypatch):
     assert names == ["now", "now-2"]
 
 
-def test_two_runs_in_one_folder(whole, capfd):
+@pytest.mark.parametrize(("owner", "function"), [(pspo.train, "draw"), (pspo.run.prepare, "make_learner")])
+def test_two_runs_in_one_folder(whole, capfd, owner, function):
+    """The other one is started while the first one draws, or while it loads its model."""
+
     def action() -> int:
         second = []
-        before("draw", at_call(1, lambda: second.append(train("out"))))
+        before(function, at_call(1, lambda: second.append(train("out"))), owner)
         return train("out") or second[0]
 
     assert forked(action) == 2
@@ -280,8 +283,11 @@ def test_a_fork_that_is_stopped_in_its_first_test_starts_again(cut_off):
     assert [forked(action), forked(action), train("fork", *args)] == [75, 75, 0]
 
 
-def test_a_fork_of_a_run_that_was_stopped_in_a_validation_begins_with_a_rollout_of_its_own(here):
+def test_a_fork_begins_with_a_rollout_of_its_own_and_its_own_limit_of_memory(here):
+    """The parent was stopped in a validation, and drew four rows at a time once memory had run out."""
+
     def action() -> int:
+        before("draw", lambda run: setattr(run.generators, "max_rows", 4))
         before("validate", at_call(2, lambda: send(signal.SIGTERM)), Validator)
         return train("stopped")
 
@@ -289,6 +295,8 @@ def test_a_fork_of_a_run_that_was_stopped_in_a_validation_begins_with_a_rollout_
     assert states(Path("stopped/checkpoints/step-000004/parts.pt"))["recorder"]["line"]["step"] == 4
     assert train("fork", "--run.fork_from=stopped") == 0
     assert [line["step"] for line in metric_lines(Path("fork"))] == [6]
+    newest = [checkpoints(Path(run))[0] / "rank-0.pt" for run in ("stopped", "fork")]
+    assert [states(path)["generators"]["max_rows"] for path in newest] == [4, math.inf]
 
 
 def test_what_cannot_be_forked_is_refused(cut_off, capfd):
@@ -327,18 +335,6 @@ def test_a_fork_of_a_damaged_checkpoint(cut_off, capfd):
     assert "step-000004 is damaged: model.safetensors" in capfd.readouterr().err
     assert train("fork", "--run.fork_from=out") == 0  # the newest that is whole, into the folder of the failed one
     assert [line["step"] for line in metric_lines(Path("fork"))] == [4, 6]
-
-
-def test_two_runs_that_begin_at_once_do_not_share_a_folder(here, capfd):
-    """The other one begins, and ends, while this one loads its model."""
-
-    def action() -> int:
-        before("make_learner", at_call(1, lambda: forked(lambda: train("out"))), pspo.run.prepare)
-        return train("out")
-
-    assert forked(action) == 2
-    assert "another run has begun there meanwhile" in capfd.readouterr().err
-    assert Path("out/summary.json").exists()
 
 
 def test_a_folder_with_a_configuration_that_is_no_runs_is_left_alone(here, capfd):

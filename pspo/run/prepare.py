@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from pspo import distributed as dist
-from pspo.cli.files import Settings, environment, lock_folder, to_yaml, write_json, write_text
+from pspo.cli.files import Settings, environment, to_yaml, write_json, write_text
 from pspo.config import TrainConfig, require
 from pspo.environments import EnvironmentSampler
 from pspo.model import load_tokenizer
@@ -45,7 +45,7 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
         run = load_run(config, settings, output, resources)
         if start.checkpoint is not None:
             resume(run.checkpointer, start.checkpoint)
-        dist.run_on_main(lambda: write_start(run, start.is_new))
+        dist.run_on_main(lambda: write_start(run))
         is_shared = all(dist.gather_objects(output.exists()))
         rule = "must be in a folder that all nodes share"
         dist.run_on_main(lambda: require(is_shared, "run.output_dir", rule, str(output)))
@@ -112,14 +112,9 @@ def load_run(config: TrainConfig, settings: Settings, output: Path, resources: c
     )
 
 
-def write_start(run: Run, is_new: bool) -> None:
-    """Make and lock the folder of a new run; write config.yaml, and once for a run environment.json."""
+def write_start(run: Run) -> None:
+    """Write config.yaml, and once for a run environment.json."""
     output = run.output
-    if is_new:
-        output.mkdir(parents=True, exist_ok=True)
-        run.resources.enter_context(lock_folder(output))
-        if (output / "config.yaml").exists():
-            raise ValueError(f"--run.output_dir {output}: another run has begun there meanwhile; choose another folder")
     write_text(output / "config.yaml", to_yaml(run.settings))
     if not (output / "environment.json").exists():
         write_json(output / "environment.json", environment(str(run.learner.policy.device), dist.world_size()))

@@ -4,6 +4,7 @@ Only switches that change no number may differ in a resumed run, see `FREE`. In 
 """
 
 import contextlib
+import math
 import os
 import shutil
 import sys
@@ -35,41 +36,39 @@ LIMITS = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning ra
 
 
 class Start(NamedTuple):
-    """A run's folder, and what it starts from: its own checkpoint, that of a run to fork, or neither.
-
-    ``is_new`` is True for a folder without a run, which is locked later: another run may begin there meanwhile.
-    """
+    """A run's folder, and what it starts from: its own checkpoint, that of a run to fork, or neither."""
 
     output: Path
-    is_new: bool
     checkpoint: Path | None = None
     parent: Path | None = None
 
 
 def find_start(config: TrainConfig, settings: files.Settings, resources: contextlib.ExitStack) -> Start:
-    """Find where a run starts; the folder of one that has begun is locked. ValueError if it cannot start there."""
+    """Make and lock a run's folder, and find where the run starts; ValueError if it cannot start there."""
     output = Path(config.run.output_dir or default_output(config))
-    if config.run.output_dir is None:
-        resources.callback(remove_empty, output)
-    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ValueError(f"--run.output_dir {output} cannot be made: {existing} is no folder that can be written to")
     files.check_new_folder(output)
-    is_new = not files.is_run(output)
-    if not is_new:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
         resources.enter_context(files.lock_folder(output))
+    except OSError as error:
+        raise ValueError(f"--run.output_dir {output} cannot be written to: {error}") from error
+    if not files.is_run(output):
+        resources.callback(remove_unbegun, output)
+    else:
         if checkpoints(output) or (output / "metrics.jsonl").exists():  # another run's are kept
             check_same(output, settings)
         checkpoint = find_checkpoint(output)
         if checkpoint is not None:
-            return Start(output, is_new, checkpoint)
-    return Start(output, is_new, parent=find_parent(config.run.fork_from) if config.run.fork_from else None)
+            return Start(output, checkpoint)
+    return Start(output, parent=find_parent(config.run.fork_from) if config.run.fork_from else None)
 
 
-def remove_empty(folder: Path) -> None:
-    """Remove a run's new folder if nothing is in it, because the run could not begin."""
-    with contextlib.suppress(OSError):
-        os.removedirs(folder)
+def remove_unbegun(folder: Path) -> None:
+    """Remove the folder of a run that could not begin, unless problems were written into it."""
+    if not files.is_run(folder):
+        with contextlib.suppress(OSError):
+            (folder / ".lock").unlink()
+            os.removedirs(folder)
 
 
 def finished_summary(config: RunConfig, settings: files.Settings) -> dict[str, Any]:
@@ -184,6 +183,7 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
     if changes.keys() - FREE - LIMITS - {"run.fork_from"}:  # which may ask for other rollouts than those that wait
         left_out.add("delay")
     del states["learner"]["microbatch_tokens"]  # these switches and this memory give its own
+    states.get("generators", {})["max_rows"] = math.inf
     old_amsgrad, amsgrad = (bool(options.get("amsgrad")) for options in changes.get("optimizer.options", ({}, {})))
     if changes.keys() & {"optimizer.name", "model.dtype"} or amsgrad != old_amsgrad:  # other moments
         states["learner"]["optimizer"] = None
