@@ -4,14 +4,11 @@ The defaults are the embedded default run, spelled out in ``configs/tiny.yaml``.
 the switches. A value out of range raises ValueError naming its switch, before any model is loaded.
 """
 
-import importlib.util
-import json
 import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from pspo import losses
@@ -80,20 +77,9 @@ class LoraConfig(Section, name="model.lora"):
 
 @dataclass(frozen=True)
 class LoraFolder(LoraConfig, name="model.lora"):
-    """Adapters of a PEFT folder, as `ModelConfig.resolved` finds them."""
+    """Adapters of a PEFT folder, as `pspo.model.find.resolve_adapters` finds them."""
 
     name_or_path: str = ""
-
-
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """PEFT's configuration of a folder of adapters; ValueError if the file is damaged."""
-    file = folder / "adapter_config.json"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--model.name_or_path: {file} is damaged: {error}") from error
-    require(isinstance(content, dict), "model.name_or_path", f"has {file}, which must hold an object", content)
-    return content
 
 
 @dataclass(frozen=True)
@@ -124,44 +110,6 @@ class ModelConfig(Section, name="model"):
     def has_adapters(self) -> bool:
         """True if LoRA adapters are trained; of a PEFT folder only once it is resolved."""
         return self.lora.rank > 0 or self.lora.name_or_path is not None
-
-    def resolved(self) -> "ModelConfig":
-        """The configuration of the model beneath, with these adapters, if --model.name_or_path is a PEFT folder."""
-        config = self
-        folder = Path(self.name_or_path)
-        if (folder / "adapter_config.json").is_file():
-            rule = "must be unset with a PEFT folder, which brings its own"
-            require(self.lora == LoraConfig(), "model.lora", rule, self.lora)
-            require(self.revision is None, "model.revision", rule, self.revision)
-            peft_config = read_adapter_config(folder)
-            base = peft_config.get("base_model_name_or_path")
-            names_base = isinstance(base, str) and base
-            require(names_base, "model.name_or_path", "must be a PEFT folder that names its base model", str(folder))
-            adapters = LoraFolder(name_or_path=str(folder))
-            config = replace(self, name_or_path=base, revision=peft_config.get("revision"), lora=adapters)
-        if config.has_adapters and importlib.util.find_spec("peft") is None:
-            raise ValueError("--model.lora needs peft: pip install 'pspo[lora]'")
-        return config
-
-
-TINY_BYTES = 80e6  # 20M float32 weights, the geometric mean of the embedded 0.9M and the paper's 0.5B
-
-
-def default_lr(model: ModelConfig) -> float:
-    """The learning rate by the size of the weights, as far as that is known before they are loaded.
-
-    3e-5 is for the embedded models, 1e-6 is the paper's for Qwen2.5-0.5B and -1.5B. LoRA is best at ten times the rate
-    at about any size (Schulman et al. 2025).
-    """
-    model = model.resolved()
-    folder = Path(__file__).parent / "assets" / model.name_or_path
-    if not folder.is_dir():
-        folder = Path(model.name_or_path)
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    is_tiny = 0 < size < TINY_BYTES
-    if model.has_adapters:
-        return 3e-4 if is_tiny else 1e-5
-    return 3e-5 if is_tiny else 1e-6
 
 
 @dataclass(frozen=True)
@@ -427,8 +375,6 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        if self.optimizer.lr is None:
-            object.__setattr__(self, "optimizer", replace(self.optimizer, lr=default_lr(self.model)))
         if self.algorithm.correction is None:
             needed = self.draws_by_engine and not self.ratios_to_engine
             correction = "token_truncate" if needed else "none"
@@ -463,8 +409,6 @@ class TrainConfig:
         if self.distributed.strategy == "fsdp2":
             name = self.optimizer.name
             require("8bit" not in name, "optimizer.name", "must be adamw or sgd under fsdp2, which shards it", name)
-            trains_bf16 = self.model.dtype == "bfloat16" and not self.model.resolved().has_adapters
-            require(not trains_bf16, "model.dtype", "must be float32 under fsdp2, but for LoRA", self.model.dtype)
 
     @property
     def draws_by_engine(self) -> bool:

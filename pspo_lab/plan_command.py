@@ -16,6 +16,7 @@ from pspo.cli.parse import parse, user_errors
 from pspo.config import ModelConfig, TrainConfig, require
 from pspo.model import load_model_config
 from pspo.model.device import MAX_ROWS, MICROBATCH_TOKENS
+from pspo.model.find import resolve_adapters
 from pspo.model.logprobs import CHUNK_TOKENS, GPU_CHUNK_SHARE
 from pspo_lab.shapes import QWEN, Shape
 
@@ -54,10 +55,7 @@ class PlanConfig(TrainConfig):
         super().__post_init__()
         autocast = self.model.autocast
         require(autocast != "none", "model.autocast", "must be auto or bf16 for a plan", autocast)
-        lora = self.model.resolved().lora
-        rule = "must be a model without adapters for a plan, with --model.lora.rank"
-        require(lora.name_or_path is None, "model.name_or_path", rule, self.model.name_or_path)
-        targets = lora.target_modules
+        targets = self.model.lora.target_modules
         rule = "must be all-linear or a list of names for a plan"
         require(targets == "all-linear" or isinstance(targets, list), "model.lora.target_modules", rule, targets)
 
@@ -69,6 +67,8 @@ class PlanConfig(TrainConfig):
 
 def shapes(model: ModelConfig) -> dict[str, Shape]:
     """Shapes by name: every size of Qwen2.5, one size, or that of a folder or hub model."""
+    rule = "must be a model without adapters for a plan, with --model.lora.rank"
+    require(resolve_adapters(model).lora.name_or_path is None, "model.name_or_path", rule, model.name_or_path)
     if model.name_or_path == "Qwen2.5":
         return QWEN
     name = model.name_or_path.rstrip("/").rpartition("/")[2]

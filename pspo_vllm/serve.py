@@ -15,6 +15,7 @@ from jsonargparse.typing import PositiveInt
 from pspo import distributed as dist
 from pspo.cli.parse import parse, user_errors
 from pspo.config import ModelConfig
+from pspo.model.find import resolve_adapters
 from pspo_vllm.vllm import require_vllm, vllm_options
 
 
@@ -45,7 +46,7 @@ def serve(config: ServeConfig) -> None:
     """Become vLLM's server."""
     require_vllm()
     device = dist.local_device()
-    options = vllm_options(config.model.resolved(), device, config.max_tokens, config.max_rows)
+    options = vllm_options(resolve_adapters(config.model), device, config.max_tokens, config.max_rows)
     options |= {
         "host": config.host,
         "port": config.port,

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
+from pspo.model.find import resolve_adapters
 from pspo.rollout import Sampling
 from pspo.rollout.engine import EngineError
 from pspo_vllm.vllm import TESTED, Row, pad_rows, require_vllm, sampling_params, tolerance
@@ -76,7 +77,7 @@ class Servers:
         first = dist.rank() % len(self.urls)
         self.urls = [*self.urls[first:], *self.urls[:first]]  # each rank begins with another one
         self.sends_by_nccl = device.type == "cuda"
-        self.tolerance = tolerance(config.model.resolved(), device)
+        self.tolerance = tolerance(resolve_adapters(config.model), device)
         self.run_name = dist.run_on_main(lambda: secrets.token_hex(4))
         self.threads = ThreadPool(256)  # none of which keeps a process that ends
 

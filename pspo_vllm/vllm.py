@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from pspo.config import ModelConfig, TrainConfig
 from pspo.model import casts_to_bf16
 from pspo.model.device import MAX_ROWS
-from pspo.model.find import locate
+from pspo.model.find import locate, resolve_adapters
 from pspo.model.load import weights_dtype
 from pspo.rollout import Sampling
 from pspo.rollout.engine import EngineError
@@ -53,7 +53,7 @@ class VLLM:
 
     def start(self, config: TrainConfig, max_tokens: int, device: torch.device) -> None:
         """Start the process with random weights; ValueError if vLLM does not take the model."""
-        model = config.model.resolved()
+        model = resolve_adapters(config.model)
         options = vllm_options(model, device, max_tokens, config.rollout.max_rows or MAX_ROWS)
         options["gpu_memory_utilization"] = self.memory
         self.tolerance = tolerance(model, device)

@@ -16,8 +16,9 @@ import yaml
 import pspo.__main__
 from pspo.cli.files import to_yaml
 from pspo.cli.parse import parse, resolve, switch_types
-from pspo.config import TINY_BYTES, EvaluateConfig, LoraConfig, ModelConfig, TrainConfig, default_lr
+from pspo.config import EvaluateConfig, LoraConfig, ModelConfig, TrainConfig
 from pspo.losses import CISPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip, OffPolicyMask, Surrogate
+from pspo.model.find import TINY_BYTES, find_default_lr
 from pspo.tasks import FormatReward, MathReward
 
 ROOT = Path(__file__).parents[1]
@@ -259,7 +260,7 @@ def test_own_surrogate_and_terms_by_import_path(yaml_file):
 
 
 def test_the_learning_rate_of_the_embedded_models_or_the_paper_s(tmp_path, model_folder):
-    assert default_lr(ModelConfig("tiny-math")) == default_lr(ModelConfig(str(model_folder()))) == 3e-5
+    assert find_default_lr(ModelConfig("tiny-math")) == find_default_lr(ModelConfig(str(model_folder()))) == 3e-5
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(int(TINY_BYTES))
     for name in ("Qwen/Qwen2.5-0.5B", str(tmp_path)):

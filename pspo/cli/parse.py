@@ -29,6 +29,7 @@ from pspo.cli.files import MAPPINGS, Settings, argument_text, check_yaml, read_c
 from pspo.cli.terminal import one_line, tolerate_output
 from pspo.config import PATHS
 from pspo.model import is_out_of_memory
+from pspo.model.find import find_default_lr
 from pspo.tasks.datasets import has_text_answers, holdout_share
 from pspo.tasks.files import local_path
 
@@ -108,7 +109,9 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], given: S
 
 
 def resolve(config: C) -> C:
-    """The configuration with what a user's own data decides: the kind of its answers, and the share that is test."""
+    """The configuration with what files decide: a model's learning rate, the kind of answers, the share for a test."""
+    if hasattr(config, "optimizer") and config.optimizer.lr is None:
+        config = replace(config, optimizer=replace(config.optimizer, lr=find_default_lr(config.model)))
     data = getattr(config, "data", None)
     if data is None:
         return config

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pspo import distributed as dist
-from pspo.config import LoraConfig, ModelConfig, read_adapter_config
+from pspo.config import LoraConfig, ModelConfig
+from pspo.model.find import read_adapter_config
 
 if TYPE_CHECKING:
     import peft

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,11 @@ import jinja2
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from pspo.config import DataConfig, ModelConfig, require
+from pspo.config import DataConfig, LoraConfig, LoraFolder, ModelConfig, require
 from pspo.tasks.files import read_text
 
 ASSETS = Path(__file__).parents[1] / "assets"
+TINY_BYTES = 80e6  # 20M float32 weights, the geometric mean of the embedded 0.9M and the paper's 0.5B
 
 
 def locate(name_or_path: str) -> str:
@@ -31,6 +35,56 @@ def locate(name_or_path: str) -> str:
             raise ValueError(f"--model.name_or_path: there is no {path / 'config.json'}")
         return str(path)
     return name_or_path
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """PEFT's configuration of a folder of adapters; ValueError if the file is damaged."""
+    file = folder / "adapter_config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--model.name_or_path: {file} is damaged: {error}") from error
+    require(isinstance(content, dict), "model.name_or_path", f"has {file}, which must hold an object", content)
+    return content
+
+
+def resolve_adapters(config: ModelConfig) -> ModelConfig:
+    """The configuration of the model beneath, with these adapters, if --model.name_or_path is a PEFT folder."""
+    folder = Path(config.name_or_path)
+    if (folder / "adapter_config.json").is_file():
+        rule = "must be unset with a PEFT folder, which brings its own"
+        require(config.lora == LoraConfig(), "model.lora", rule, config.lora)
+        require(config.revision is None, "model.revision", rule, config.revision)
+        peft_config = read_adapter_config(folder)
+        base = peft_config.get("base_model_name_or_path")
+        names_base = isinstance(base, str) and base
+        require(names_base, "model.name_or_path", "must be a PEFT folder that names its base model", str(folder))
+        adapters = LoraFolder(name_or_path=str(folder))
+        config = replace(config, name_or_path=base, revision=peft_config.get("revision"), lora=adapters)
+    if config.has_adapters and importlib.util.find_spec("peft") is None:
+        raise ValueError("--model.lora needs peft: pip install 'pspo[lora]'")
+    return config
+
+
+def default_lr(size: float, has_adapters: bool) -> float:
+    """The learning rate by the bytes of a model's weights in float32, 0 if unknown.
+
+    3e-5 is for the embedded models, 1e-6 is the paper's for Qwen2.5-0.5B and -1.5B. LoRA is best at ten times the rate
+    at about any size (Schulman et al. 2025).
+    """
+    is_tiny = 0 < size < TINY_BYTES
+    if has_adapters:
+        return 3e-4 if is_tiny else 1e-5
+    return 3e-5 if is_tiny else 1e-6
+
+
+def find_default_lr(config: ModelConfig) -> float:
+    """`default_lr` as far as it is known before the weights are loaded: a model of the hub counts as large."""
+    config = resolve_adapters(config)
+    folder = ASSETS / config.name_or_path
+    if not folder.is_dir():
+        folder = Path(config.name_or_path)
+    return default_lr(sum(file.stat().st_size for file in folder.glob("*.safetensors")), config.has_adapters)
 
 
 def load_pretrained(auto_class: Any, model: ModelConfig, **options: Any) -> Any:
@@ -52,7 +106,7 @@ def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTr
 
     Raises ValueError if the model cannot be found, or lacks what prompts and stopping need.
     """
-    model = config.resolved()
+    model = resolve_adapters(config)
     tokenizer = load_pretrained(AutoTokenizer, model)
     template = None if data is None else data.chat_template
     template_file = None
@@ -113,7 +167,7 @@ def set_template_defaults(templates: str | dict[str, str], arguments: dict[str, 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """The model's own configuration, without its weights."""
-    return load_pretrained(AutoConfig, config.resolved())
+    return load_pretrained(AutoConfig, resolve_adapters(config))
 
 
 def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: str) -> float:

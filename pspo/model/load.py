@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from pspo import distributed as dist
-from pspo.config import DistributedConfig, ModelConfig
+from pspo.config import DistributedConfig, ModelConfig, require
 from pspo.model.adapters import (
     add_adapters,
     check_adapter_config,
@@ -30,7 +30,7 @@ from pspo.model.adapters import (
     save_adapters,
 )
 from pspo.model.device import casts_to_bf16
-from pspo.model.find import load_model_config, load_pretrained, set_dropout, stop_token_ids
+from pspo.model.find import load_model_config, load_pretrained, resolve_adapters, set_dropout, stop_token_ids
 from pspo.model.linear import use_onednn
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
@@ -47,7 +47,7 @@ def load_policy(
 
     Raises ValueError for a model that cannot be found, or whose weights are not those its config.json describes.
     """
-    config = config.resolved()
+    config = resolve_adapters(config)
     device = device or dist.local_device()
     if config.lora.name_or_path is not None:
         check_adapter_config(config.lora.name_or_path)
@@ -56,6 +56,8 @@ def load_policy(
     no_dropout = set_dropout(copy.deepcopy(model_config))
     is_sharded = distributed is not None and distributed.strategy == "fsdp2"
     if is_sharded:
+        trains_bf16 = config.dtype == "bfloat16" and not config.has_adapters
+        require(not trains_bf16, "model.dtype", "must be float32 under fsdp2, but for LoRA", config.dtype)
         policy, weights = read_on_main(config, no_dropout, dtype)
     else:
         policy = read_policy(config, no_dropout, dtype)

@@ -12,8 +12,9 @@ from pspo import __version__
 from pspo.cli.files import Settings, argument_text, flat
 from pspo.cli.parse import make_config
 from pspo.cli.terminal import one_line
-from pspo.config import EvaluateConfig, ModelConfig, TrainConfig, default_lr
+from pspo.config import EvaluateConfig, ModelConfig, TrainConfig
 from pspo.evaluate.results import ESTIMATES, MEANS, Record, from_record, label, table
+from pspo.model.find import find_default_lr, resolve_adapters
 from pspo.tasks.files import plain
 from pspo.tasks.sources import SOURCES
 
@@ -30,7 +31,7 @@ def model_card(config: TrainConfig, settings: Settings, step: int, summary: Reco
     method = type(surrogate).__name__
     sources = [SOURCES[part].hub_id if part in SOURCES else part for part in config.data.name.split("+")]
     front_matter = ModelCardData(
-        library_name="peft" if config.model.resolved().has_adapters else "transformers",
+        library_name="peft" if resolve_adapters(config.model).has_adapters else "transformers",
         pipeline_tag="text-generation",
         base_model=base if is_on_hub else None,
         datasets=[source for source in sources if "/" in source] or None,
@@ -123,7 +124,7 @@ def default_values(config_class: type) -> Settings:
 
 def changed_switches(model: ModelConfig, settings: Settings) -> list[str]:
     """Such as "optimizer.lr 0.003", for each switch that is not at its default, without files of this machine."""
-    defaults = default_values(TrainConfig) | {"optimizer.lr": default_lr(model)}
+    defaults = default_values(TrainConfig) | {"optimizer.lr": find_default_lr(model)}
     changed = []
     for switch, value in flat(settings).items():
         is_shown = switch.startswith(SECTIONS) and switch not in PRIVATE

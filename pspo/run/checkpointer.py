@@ -17,8 +17,9 @@ import torch
 
 from pspo import distributed as dist
 from pspo.cli.failures import RunFailed
-from pspo.config import TrainConfig, read_adapter_config
+from pspo.config import TrainConfig
 from pspo.model import fill_adapters, has_adapters, load_policy
+from pspo.model.find import read_adapter_config
 from pspo.model.load import write_model
 from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus

@@ -17,6 +17,7 @@ from pspo.cli.parse import parse, user_errors
 from pspo.config import LoraConfig, ModelConfig
 from pspo.model import load_policy, load_tokenizer
 from pspo.model.adapters import is_quantized, merged_weights, read_adapters
+from pspo.model.find import resolve_adapters
 from pspo.model.load import write_model
 from pspo.run.card import MERGE_FIRST
 from pspo.run.folders import whole_folder
@@ -40,7 +41,7 @@ class ExportConfig:
 
 def export(config: ExportConfig) -> None:
     """Merge, save and print where; raises ValueError for a model without adapters, or adapters that do not fit it."""
-    model = config.model.resolved()
+    model = resolve_adapters(config.model)
     output = local_path(config.output_dir)
     tokenizer = load_tokenizer(config.model)  # raises for a folder that is not there
     if model.lora.name_or_path is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pspo.config import OptimizerConfig
-from pspo.model.adapters import trained_parameters
+from pspo.model.adapters import has_adapters, trained_parameters
+from pspo.model.find import default_lr
 
 
 def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -21,6 +23,9 @@ def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig
     and what a model's makers have marked ``_no_weight_decay``, have none.
     """
     trained = trained_parameters(policy)
+    if config.lr is None:  # of a configuration that no command made
+        size = 4 * sum(parameter.numel() for parameter in policy.parameters())
+        config = replace(config, lr=default_lr(size, has_adapters(policy)))
     weights = list(trained.values())
     is_bfloat16 = any(weight.dtype == torch.bfloat16 for weight in weights)
     optimized = weights

@@ -53,7 +53,7 @@ def test_adapters_that_a_plan_cannot_count_are_refused(tmp_path):
     with pytest.raises(ValueError, match="all-linear or a list of names for a plan"):
         config_of(model=ModelConfig(lora=LoraConfig(16, target_modules=r".*\.(q|v)_proj")))
     with pytest.raises(ValueError, match="a model without adapters for a plan"):
-        config_of(model=ModelConfig(str(tmp_path)))
+        shapes(ModelConfig(str(tmp_path)))
 
 
 def microbatch(groups: int, common: int = 10, prompt: int = 30, length: int = 12, group_size: int = 4):
