@@ -1,9 +1,8 @@
 """Compare two evaluations of the same problems: ``pspo compare A B``."""
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -12,25 +11,10 @@ from scipy.stats import binomtest, permutation_test
 
 from pspo.cli.files import named_damage, read_jsonl
 from pspo.cli.parse import user_errors
-from pspo.cli.terminal import clip, one_line, tolerate_output
-from pspo.evaluate.results import (
-    ESTIMATES,
-    MEANS,
-    Record,
-    as_text,
-    at_k,
-    by_problem,
-    cluster_bootstrap,
-    label,
-    measures,
-    table,
-)
+from pspo.cli.terminal import one_line, tolerate_output
+from pspo.evaluate.results import MEANS, as_text, at_k, by_problem, cluster_bootstrap, label, measures, table
 from pspo.tasks.files import local_path
-from pspo.tasks.problem import content_text
 
-COLUMNS = {"problem", "sample", "temperature", "prompt", "completion", "gold", "rewards",
-           *ESTIMATES.values(), *MEANS.values()}  # fmt: skip
-MOST_CHANGES = 6  # problems that came out differently
 NOTE = """\
 [95%]: bootstrap over the problems of the paired differences. p: where every problem counts 0 or 1, McNemar's exact test
 of the problems that only A : only B has; otherwise a permutation test, 10,000 flips of the differences' signs."""
@@ -64,44 +48,42 @@ def completions_file(path: Path) -> Path:
     return path
 
 
-def by_temperature(file: Path) -> dict[float, list[Record]]:
-    """The completions in the order of the problems."""
+def read_completions(file: Path) -> dict[float, tuple[list[tuple], dict[str, np.ndarray]]]:
+    """By temperature, prompt and gold answer of the n problems, and the values (n, samples) of every measure."""
     records = read_jsonl(file)
-    if not records or not all(record.keys() >= COLUMNS for record in records):
+    if not records or "temperature" not in records[0]:
         raise ValueError(f"{file} holds no completions of an evaluation")
-    temperatures: dict[float, list[Record]] = {}
+    by_temperature = {}
     with named_damage(file):
-        for record in sorted(records, key=lambda record: (record["problem"], record["sample"])):
-            temperatures.setdefault(record["temperature"], []).append(record)
-    return temperatures
+        records.sort(key=lambda record: (record["temperature"], record["problem"], record["sample"]))
+        for temperature, group in groupby(records, key=lambda record: record["temperature"]):
+            completions = list(group)
+            n = len({record["problem"] for record in completions})
+            samples = len(completions) // n
+            if [record["sample"] for record in completions] != [*range(samples)] * n:
+                raise ValueError("not every problem has as many completions; run the evaluation again")
+            problems = [(record["prompt"], record["gold"]) for record in completions[::samples]]
+            by_temperature[temperature] = problems, measures(completions, samples) | at_k(completions, samples)
+    return by_temperature
 
 
 def comparison(first: Path, second: Path) -> str:
     """The differences at each temperature that both have, as text; ValueError if the problems are not the same."""
-    a_records, b_records = by_temperature(first), by_temperature(second)
+    a_values = read_completions(first)
+    b_values = read_completions(second)
     parts = [f"A  {one_line(str(first))}\nB  {one_line(str(second))}"]
-    for temperature in [temperature for temperature in a_records if temperature in b_records]:
-        pair = a_records[temperature], b_records[temperature]
-        problems = []
-        for file, records in zip((first, second), pair, strict=True):
-            counts = Counter(record["problem"] for record in records)
-            samples = len(records) // len(counts)
-            if [record["sample"] for record in records] != [*range(samples)] * len(counts):
-                raise ValueError(f"{file} lacks completions: not every problem has as many; run the evaluation again")
-            problems.append([(record["prompt"], record["gold"]) for record in records[::samples]])
-        n = len(problems[0])
-        if problems[0] != problems[1]:
-            sizes = f"{n:,} and {len(problems[1]):,}"
-            raise ValueError(f"{first} and {second} are not of the same problems ({sizes}, in order)")
-        a, b = (measures(records, len(records) // n) | at_k(records, len(records) // n) for records in pair)
+    for temperature in [temperature for temperature in a_values if temperature in b_values]:
+        problems, a = a_values[temperature]
+        others, b = b_values[temperature]
+        n = len(problems)
+        if problems != others:
+            raise ValueError(f"{first} and {second} are not of the same problems ({n:,} and {len(others):,}, in order)")
         rows = {}
         for name in [name for name in a if name in b and name not in MEANS and not name.endswith("@1")]:  # accuracy
             both = ~(np.isnan(a[name]).all(axis=1) | np.isnan(b[name]).all(axis=1))
             if both.any():
                 rows[label(name)] = row(name, by_problem(a[name][both]), by_problem(b[name][both]))
         parts.append(table(f"T = {temperature:g}, {n:,} problems", pd.DataFrame.from_dict(rows, orient="index")))
-        if len(pair[0]) == len(pair[1]) == n:
-            parts.append(describe_changes(*pair))
     if len(parts) == 1:
         raise ValueError(f"{first} and {second} have no temperature in common")
     return "\n\n".join([*parts, NOTE])
@@ -131,28 +113,3 @@ def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str]:
         "p": f"{p:.2g}",
         "only A : only B": counts,
     }
-
-
-def describe_changes(before: Sequence[Record], after: Sequence[Record]) -> str:
-    """Numbers of problems that came out better and worse, one completion each, and the first of either in turn."""
-    better, worse = changed_pairs(before, after)
-    parts = [f"{len(better)} with more reward, {len(worse)} with less, of {len(before):,} problems"]
-    in_turn = [pair for two in zip_longest(better, worse) for pair in two if pair]
-    for pair in in_turn[:MOST_CHANGES]:
-        prompt = pair[0]["prompt"]
-        lines = {"problem": prompt if isinstance(prompt, str) else content_text(prompt[-1]), "gold": pair[0]["gold"]}
-        for name, record in zip("AB", pair, strict=True):
-            lines[name] = f"{record['reward']:.3f}: {record['completion']}"
-        parts.append("\n".join(f"  {name:<8} {clip(text)}" for name, text in lines.items() if text is not None))
-    return "\n\n".join(parts)
-
-
-def changed_pairs(
-    before: Sequence[Record], after: Sequence[Record]
-) -> tuple[list[tuple[Record, Record]], list[tuple[Record, Record]]]:
-    """The pairs with more and with less reward, most first, of records of the same problems, one completion each."""
-    pairs = [(old, new) for old, new in zip(before, after, strict=False) if None not in (old["reward"], new["reward"])]
-    pairs.sort(key=lambda pair: pair[0]["reward"] - pair[1]["reward"])
-    better = [(old, new) for old, new in pairs if new["reward"] > old["reward"]]
-    worse = [(old, new) for old, new in reversed(pairs) if new["reward"] < old["reward"]]
-    return better, worse

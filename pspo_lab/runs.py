@@ -34,8 +34,8 @@ from pspo_lab.settings import (
     setting_numbers,
 )
 
-NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "limit", "temperature", "part", "group",
-           "measure", "value", "low", "high"]  # fmt: skip
+NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "limit", "temperature", "measure",
+           "value", "low", "high"]  # fmt: skip
 
 OF_A_SEED = r"(?<=seed-)\d+|\d{8}-\d{6}(-\d+)?"  # in the names of sweeps' runs, and of runs without a name
 
@@ -69,8 +69,7 @@ class Runs:
         numbers: one row per number of a summary or an evaluation: run (missing: of a model that no run trained), stage
             ("before" training, "after" it: of the returned model, "final": of the last one), model (that the run began
             with), evaluation ("summary", or its folder's name), data, split, n, limit (tokens of a completion),
-            temperature ("0": greedy), part and group (of the problems; missing: all of them), measure, value, low and
-            high (95% interval over problems).
+            temperature ("0": greedy), measure, value, low and high (95% interval over problems).
         folders: by run.
     """
 
@@ -287,13 +286,12 @@ def evaluation_rows(folder: Path, runs: dict[str, LabRun]) -> Iterator[Row]:
     about["evaluation"] = folder.name
     about["data"] = read_switches(folder)[DATA] if results["data"] == "file" else results["data"]
     about |= {"split": results["split"], "n": results["n"], "limit": results.get("max_completion_tokens")}
-    yield from result_rows(results, about)  # its switches
     for temperature, result in results["temperatures"].items():
         yield from result_rows(result, about | {"temperature": temperature})
 
 
 def result_rows(result: Row, about: Row) -> Iterator[Row]:
-    """One row per number of a result, breakdowns included."""
+    """One row per number of a result."""
     about = about | {"n": result.get("n", about.get("n"))}
     for name, value in result.items():
         if isinstance(value, dict) and "ci95" in value and "value" in value:
@@ -301,9 +299,6 @@ def result_rows(result: Row, about: Row) -> Iterator[Row]:
             yield about | {"measure": name, "value": value["value"], "low": low, "high": high}
         elif isinstance(value, int | float) and name != "n":
             yield about | {"measure": name, "value": value}
-    for part, groups in result.get("breakdown", {}).items():
-        for group, group_result in groups.items():
-            yield from result_rows(group_result, about | {"part": part, "group": group})
 
 
 def checked_rows(rows: Iterable[Row]) -> list[Row]:

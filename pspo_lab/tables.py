@@ -55,7 +55,7 @@ def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
     Problems without gold answers have their mean reward instead. An evaluation counts before the summary where both
     have the same number.
     """
-    numbers = runs.numbers[(runs.numbers["stage"] == stage) & runs.numbers["group"].isna()]
+    numbers = runs.numbers[runs.numbers["stage"] == stage]
     numbers = numbers[(numbers["temperature"] == "0") == greedy]
     test = ["run", "model", "evaluation", "data", "split", "n", "limit", "temperature"]
     is_accuracy = numbers["measure"].eq("accuracy")
@@ -131,13 +131,6 @@ def diagnostics(runs: Runs) -> pd.DataFrame:
     return run_rows(means)
 
 
-def compared(runs: Runs) -> pd.DataFrame:
-    """The numbers in which settings are compared: accuracies and rewards."""
-    rewards = learning(runs)
-    tests = [accuracies(runs, stage) for stage in ("after", "final")]
-    return pd.concat([*tests, rewards[rewards["column"].isin(COMPARED)]], ignore_index=True)
-
-
 def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
     """Every setting minus every baseline of its experiment, by seed; of two baselines one difference."""
     configs = runs.configs
@@ -148,7 +141,10 @@ def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
         is_baseline=methods(configs).isin(BASELINES),
         rest=setting_numbers(configs, ignore=treatments),
     )
-    values = compared(runs).join(about, on="run").explode("experiments")
+    rewards = learning(runs)
+    tests = [accuracies(runs, stage) for stage in ("after", "final")]
+    values = pd.concat([*tests, rewards[rewards["column"].isin(COMPARED)]], ignore_index=True)
+    values = values.join(about, on="run").explode("experiments")
     pairs = values.merge(values[values["is_baseline"]], on=["experiments", SEED, "rest", "column"])
     pairs = pairs[(pairs["place_x"] > pairs["place_y"]) | ~pairs["is_baseline_x"].astype(bool)]
     pairs = pairs.drop_duplicates(["label_x", "label_y", SEED, "column"])
@@ -227,17 +223,6 @@ def add_holm(differences: pd.DataFrame) -> pd.DataFrame:
 # Text
 
 
-def scale(column: str) -> int:
-    """Factor of a column's numbers as they are shown."""
-    return 100 if column.endswith("(%)") else 1
-
-
-def mean_text(cell: Any, factor: float, digits: int) -> str:
-    """A cell's mean, and its interval if it has one, such as "86.8 [86.0, 87.5]"."""
-    mean, low, high = (f"{round(factor * x, digits) + 0.0:.{digits}f}" for x in (cell.mean, cell.low, cell.high))
-    return f"{mean} [{low}, {high}]" if pd.notna(cell.low) else mean
-
-
 def split_by_test(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """Texts of each test, such as "gsm8k test, n = 1,319", and of what was measured there; "" is no test."""
     if cells.empty:  # pandas 2 would part it into fewer columns
@@ -253,12 +238,15 @@ def text_table(cells: pd.DataFrame) -> pd.DataFrame:
     texts = pd.DataFrame("–", seeds.index, ["seeds", *cells["column"].drop_duplicates()])
     texts["seeds"] = seeds.astype(str).where(seeds > 0, "–")
     for cell in cells.itertuples():
+        factor = 1
         digits = 3
         if cell.column.endswith("to peak"):
             digits = 0
         elif cell.column.endswith("(%)"):
+            factor = 100
             digits = 1
-        text = mean_text(cell, scale(cell.column), digits)
+        mean, low, high = (f"{round(factor * x, digits) + 0.0:.{digits}f}" for x in (cell.mean, cell.low, cell.high))
+        text = f"{mean} [{low}, {high}]" if pd.notna(cell.low) else mean
         if getattr(cell, "holm", 1) < 0.05:
             text += "*"
         if cell.seeds != seeds[cell.row]:

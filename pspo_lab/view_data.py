@@ -29,7 +29,6 @@ from pspo.run.folders import numbered, step_of
 from pspo.tasks.problem import Messages, content_text
 from pspo.update.tokens import COLUMNS, TOKENS
 from pspo_lab import settings
-from pspo_lab.compare import changed_pairs
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
 from pspo_lab.runs import LabRun, Runs, read_samples, skip_unreadable, warn
@@ -161,16 +160,19 @@ def changed_tests(folder: Path) -> Record:
     before, after = (read_jsonl(folder / f"test-{when}.jsonl") for when in ("before", "after"))
     if not before or not after:
         return {"worse": 0, "better": 0, "shown": []}
-    better, worse = changed_pairs(before, after)
+    pairs = [(old, new) for old, new in zip(before, after, strict=False) if None not in (old["reward"], new["reward"])]
+    changed = [(old, new) for old, new in pairs if new["reward"] != old["reward"]]
+    changed.sort(key=lambda pair: pair[1]["reward"] - pair[0]["reward"])
+    worse = sum(new["reward"] < old["reward"] for old, new in changed)
     changes = []
-    for old, new in [*worse, *reversed(better)][:MOST_CHANGES]:
+    for old, new in changed[:MOST_CHANGES]:
         changes.append({
             "prompt": prompt_text(old["prompt"]),
             "gold": old["gold"],
             "before": {"text": old["completion"], "value": float(old["reward"])},
             "after": {"text": new["completion"], "value": float(new["reward"])},
         })  # fmt: skip
-    return {"worse": len(worse), "better": len(better), "shown": changes}
+    return {"worse": worse, "better": len(changed) - worse, "shown": changes}
 
 
 def prompt_text(prompt: str | Messages) -> str:

@@ -29,7 +29,7 @@ def varied_switches(configs: pd.DataFrame) -> pd.DataFrame:
 def summary_numbers(runs: Runs) -> pd.DataFrame:
     """Accuracies in percent and the best step, by run, where runs were evaluated."""
     values = runs.numbers
-    values = values[values["group"].isna() & values["evaluation"].eq("summary")]
+    values = values[values["evaluation"].eq("summary")]
     columns = {}
     for name, stage, measure in (
         ("accuracy", "final", "accuracy"),
@@ -45,7 +45,7 @@ def summary_numbers(runs: Runs) -> pd.DataFrame:
 
 def evaluation_numbers(runs: Runs) -> pd.DataFrame:
     """Greedy mean rewards and shares with the gold answer, in percent, by run, of evaluations in the runs' folders."""
-    values = runs.numbers[runs.numbers["group"].isna() & runs.numbers["evaluation"].ne("summary")]
+    values = runs.numbers[runs.numbers["evaluation"].ne("summary")]
     values = values[values["measure"].isin(["mean_reward", "gold_anywhere"]) & values["temperature"].isin(["0", 0])]
     names = values["evaluation"] + "_" + values["measure"].str.replace("mean_", "")
     values = values.assign(name=names, value=100 * values["value"])

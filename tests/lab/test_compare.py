@@ -48,8 +48,6 @@ def test_problems_are_paired(tmp_path, capsys):
     assert re.search(row, out, re.MULTILINE)
     p = 2 * (1 + 6) / 2**6  # the signs of six differences of one size, all 64 alike
     assert re.search(rf"^reward +0\.321 +0\.864 +0\.543 \[.*\] +{p:.2g} +-$", out, re.MULTILINE)
-    assert "5 with more reward, 1 with less, of 7 problems" in out
-    assert re.findall("^  problem  problem (.)$", out, re.MULTILINE) == list("203456")  # each way in turn
 
 
 def test_of_several_samples_the_signs_of_the_problems_are_flipped(tmp_path, capsys):
@@ -66,7 +64,6 @@ def test_of_several_samples_the_signs_of_the_problems_are_flipped(tmp_path, caps
     sums = [abs(np.dot(signs, differences)) for signs in itertools.product((-1, 1), repeat=7)]
     p = np.mean([total >= abs(differences.sum()) for total in sums])
     assert re.search(rf"^accuracy +25\.0% +42\.9% +17\.9% \[.*\] +{p:.2g} +-$", out, re.MULTILINE)
-    assert "with more reward" not in out
     assert re.findall("^(?:pass|maj)@.", out, re.MULTILINE) == ["pass@2", "pass@4", "maj@4"]  # @1 is accuracy
     assert re.search(r"^pass@4 +57\.1% +85\.7% +28\.6% \[.*\] +0\.62 +1 : 3$", out, re.MULTILINE)
     a_mean, b_mean = (
@@ -85,8 +82,8 @@ def test_what_cannot_be_paired_is_refused(tmp_path, capsys):
     )
     short = write_evaluation(tmp_path / "short", [record(i, j, False) for i in range(7) for j in range(2)][1:])
     for paths, message in (
-        ((a, short), "short/completions.jsonl lacks completions"),
-        ((a, lacking), "lacking/completions.jsonl lacks completions"),
+        ((a, short), "short/completions.jsonl is damaged: not every problem has as many completions"),
+        ((a, lacking), "lacking/completions.jsonl is damaged: not every problem has as many completions"),
         ((a, fewer), "not of the same problems (7 and 6, in order)"),
         ((a, other), "not of the same problems"),
         ((a, warmer), "no temperature in common"),

@@ -76,9 +76,8 @@ def make_evaluation():
         folder.mkdir(parents=True)
         estimate = {"value": value, "ci95": None if of_one else [value - 0.01, value + 0.01]}
         greedy = {"samples": 1, "accuracy": estimate, "gold_anywhere": estimate, "mean_reward": value}
-        breakdown = {"level": {"1": {"n": 5, "accuracy": estimate, "gold_anywhere": estimate}}}
         sampled = greedy | {"samples": 4, "pass@4": {"value": value + 0.2, "ci95": [value, 1]}}
-        temperatures = {"0": greedy | {"breakdown": breakdown}, "0.6": sampled}
+        temperatures = {"0": greedy, "0.6": sampled}
         results = {"model": model, "data": data, "split": "test", "n": 50, "step": step, "temperatures": temperatures}
         (folder / "results.json").write_text(json.dumps(results))
 
