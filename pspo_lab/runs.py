@@ -100,7 +100,8 @@ class Runs:
         for name in self.configs.index:
             if untrained := (self.folders[name].summary.get("validation") or {}).get("untrained"):
                 rows.append(untrained | {"run": name, "time": 0.0})
-        return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "step"])
+        table = pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "step"])
+        return table.astype({"step": int})
 
 
 def warn(line: str) -> None:

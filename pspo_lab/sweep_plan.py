@@ -109,17 +109,14 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A round of a method's runs: how many settings take part (all: None), with which seeds and further switches."""
-
-    settings: int | None
-    seeds: list[int]
-    switches: Switches = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Method:
-    """One method of an experiment: its settings' switches, the settings in each stage, and all possible jobs."""
+    """One method of an experiment.
+
+    Attributes:
+        settings: their switches, by name.
+        stages: how many settings take part in each, in order; None: all.
+        possible: the jobs of all settings in all stages.
+    """
 
     experiment: str
     name: str
@@ -200,24 +197,21 @@ def make_method(sweep: SweepConfig, name: str, method: str, grid: Switches | lis
     """A method of an experiment; ValueError if two of its settings or seeds are the same."""
     experiment = sweep.experiments[name]
     search = experiment.search
-    stages = {"full": Stage(1 if search else None, experiment.seeds)}
+    stages: dict[str, int | None] = {"full": 1 if search else None}
+    rounds = [("full", experiment.seeds, {})]
     if search:
-        stages = {
-            "grid": Stage(None, search.seeds, search.switches),
-            "confirm": Stage(search.keep, search.confirm_seeds, search.switches),
-            **stages,
-        }
+        stages = {"grid": None, "confirm": search.keep, "full": 1}
+        rounds += [("grid", search.seeds, search.switches), ("confirm", search.confirm_seeds, search.switches)]
     settings = {}
     jobs = []
-    for stage_name, stage in stages.items():
+    for stage, seeds, further_switches in rounds:
         for point in grid_points(grid):
             setting = setting_name(method, point)
             settings[setting] = point
-            switches = experiment.shared | point | stage.switches
-            jobs += setting_jobs(sweep, name, setting, stage_name, stage.seeds, switches)
+            jobs += setting_jobs(sweep, name, setting, stage, seeds, experiment.shared | point | further_switches)
     unique = 0 < len(jobs) == len({job.folder for job in jobs})
     require(unique, f"experiments.{name}.methods.{method}", "must have settings and seeds that differ", grid)
-    return Method(name, method, settings, {stage_name: stage.settings for stage_name, stage in stages.items()}, jobs)
+    return Method(name, method, settings, stages, jobs)
 
 
 def untrained_evaluations(sweep: SweepConfig, name: str, jobs: list[Job]) -> Method:

@@ -1,5 +1,6 @@
 """Tables of runs: the numbers of each run, their means over seeds, and their texts."""
 
+import functools
 import html
 import math
 import re
@@ -160,6 +161,7 @@ def run_rows(numbers: pd.DataFrame) -> pd.DataFrame:
 # Means over seeds: rows of row, column, seeds, mean, low and high
 
 
+@functools.cache
 def value_range(name: str) -> tuple[float, float]:
     """Smallest and largest value that a metric or a table's column can have."""
     name = name.rpartition(": ")[2]  # a data set's may say anything

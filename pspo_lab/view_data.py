@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 import torch
 from pyarrow import parquet
-from scipy.stats import t
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -32,7 +31,7 @@ from pspo_lab import settings
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
 from pspo_lab.runs import LabRun, Runs, read_samples, skip_unreadable, warn
-from pspo_lab.tables import SEEDS_FOR_AN_INTERVAL, value_range
+from pspo_lab.tables import mean_over_seeds
 
 TOKEN_TYPES = COLUMNS | {"token_id": float}  # which a run of another trainer may lack
 NEWEST = ("reward", "validation_reward", "entropy", "kl_old_new", "truncated_share")  # in the table of runs
@@ -74,29 +73,25 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
 
 def setting_curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
     """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
-    time = runs.metrics.filter(like="seconds/").sum(axis=1, min_count=1).groupby(runs.metrics["run"]).cumsum()
-    metrics = pd.concat([runs.untrained(), runs.metrics.assign(time=time)], ignore_index=True)
+    seconds = runs.metrics.filter(like="seconds/").sum(axis=1, min_count=1)
+    metrics = runs.metrics.assign(time=seconds.groupby(runs.metrics["run"]).cumsum())
+    metrics = pd.concat([runs.untrained(), metrics], ignore_index=True)
+    metrics = metrics[["run", *metrics.select_dtypes("number")]]
     setting = settings.setting_numbers(runs.configs)
     method = settings.methods(runs.configs)
     colours = method_colours(method)
-    names = [name for name in metrics.select_dtypes("number") if name != "step" and metrics[name].notna().any()]
-    groups = metrics.groupby([metrics["run"].map(setting).rename("setting"), "step"])[names]
-    means = groups.mean()
-    counts = groups.count()
-    half = groups.sem() * t.ppf(0.975, (counts - 1).where(counts >= SEEDS_FOR_AN_INTERVAL))
-    lowest, highest = ({name: value_range(name)[side] for name in names} for side in (0, 1))
-    low = (means - half).clip(lower=pd.Series(lowest), axis=1)
-    high = (means + half).clip(upper=pd.Series(highest), axis=1)
-    tables = {"mean": means, "low": low, "high": high}
-    for number, members in setting.groupby(setting, sort=False).groups.items():
-        sides = {side: table.loc[number].dropna(axis=1, how="all") for side, table in tables.items()}
+    values = metrics.melt(["run", "step"], var_name="column").dropna(subset="value")
+    means = mean_over_seeds(values.assign(row=values["run"].map(setting)), by=["row", "column", "step"])
+    for number, cells in means.groupby("row"):
+        members = setting.index[setting == number]
+        sides = {side: cells.pivot(index="step", columns="column", values=side) for side in ("mean", "low", "high")}
         yield {
             "label": label[members[0]],
             "color": colours[method[members[0]]],
             "setting": number,
             "seeds": len(members),
             "step": encode_floats(sides["mean"].index),
-            **{side: {name: encode_floats(table[name]) for name in table} for side, table in sides.items()},
+            **{side: encode_columns(table, list(table)) for side, table in sides.items()},
         }
 
 
@@ -110,37 +105,27 @@ def encode_floats(values: Any) -> str:
 
 def describe_run(run: LabRun, label: str) -> Record:
     """A run's name, its ends, its best model, and what the doctor finds."""
+    switches = run.switches
     best = run.folder / "best" / "validation.json"
-    best_step = read_json(best)["step"] if best.is_file() else run.summary.get("best_step")
-    seed = run.switches[settings.SEED]
-    method = str(run.switches[settings.SURROGATE]).rpartition(".")[2]
+    seed = switches[settings.SEED]
+    method = str(switches[settings.SURROGATE]).rpartition(".")[2]
+    progress = f"step {run.metrics['step'].max()}"
+    if switches.get("run.max_steps"):
+        progress += f" of {switches['run.max_steps']}"
+    about = [f"{Path(switches[settings.MODEL]).name} on {switches[settings.DATA]}", method, f"seed {seed}", progress]
+    before, after = (run.summary.get(stage) or {} for stage in ("before", "after"))
+    for name in [name for name in MEASURES if name in before and name in after]:
+        about.append(f"{measure_label(name)} {as_text(name, before[name])} before, {as_text(name, after[name])} after")
     return {
         "name": f"{label}, seed {seed}",
         "label": label,
         "seed": seed,
         "method": method,
-        "about": " · ".join([*describe_progress(run, method), *describe_test(run.summary)]),
-        "curve": run_curve(run.switches),
-        "best_step": best_step,
-        "findings": [finding._asdict() for finding in find(run.metrics, run.switches, run.summary)],
+        "about": " · ".join(about),
+        "curve": run_curve(switches),
+        "best_step": read_json(best)["step"] if best.is_file() else run.summary.get("best_step"),
+        "findings": [finding._asdict() for finding in find(run.metrics, switches, run.summary)],
     }
-
-
-def describe_progress(run: LabRun, method: str) -> list[str]:
-    """Model, data and method of a run, and how far it is."""
-    switches = run.switches
-    progress = f"step {run.metrics['step'].max()}"
-    if switches.get("run.max_steps"):
-        progress += f" of {switches['run.max_steps']}"
-    task = f"{Path(switches[settings.MODEL]).name} on {switches[settings.DATA]}"
-    return [task, method, f"seed {switches[settings.SEED]}", progress]
-
-
-def describe_test(summary: Record) -> Iterator[str]:
-    """The measures of a finished run's test, before and after training."""
-    before, after = (summary.get(stage) or {} for stage in ("before", "after"))
-    for name in [name for name in MEASURES if name in before and name in after]:
-        yield f"{measure_label(name)} {as_text(name, before[name])} before, {as_text(name, after[name])} after"
 
 
 def last_metrics(run: LabRun) -> Record:
