@@ -12,7 +12,16 @@ from scipy.stats import binomtest, permutation_test
 from pspo.cli.files import named_damage, read_jsonl
 from pspo.cli.parse import user_errors
 from pspo.cli.terminal import one_line, tolerate_output
-from pspo.evaluate.results import MEANS, as_text, at_k, by_problem, cluster_bootstrap, label, measures, table
+from pspo.evaluate.statistics import (
+    MEANS,
+    as_text,
+    at_k,
+    by_problem,
+    cluster_bootstrap,
+    measure_name,
+    measures,
+    table,
+)
 from pspo.tasks.files import local_path
 
 NOTE = """\
@@ -82,7 +91,7 @@ def comparison(first: Path, second: Path) -> str:
         for name in [name for name in a if name in b and name not in MEANS and not name.endswith("@1")]:  # accuracy
             both = ~(np.isnan(a[name]).all(axis=1) | np.isnan(b[name]).all(axis=1))
             if both.any():
-                rows[label(name)] = row(name, by_problem(a[name][both]), by_problem(b[name][both]))
+                rows[measure_name(name)] = row(name, by_problem(a[name][both]), by_problem(b[name][both]))
         parts.append(table(f"T = {temperature:g}, {n:,} problems", pd.DataFrame.from_dict(rows, orient="index")))
     if len(parts) == 1:
         raise ValueError(f"{first} and {second} have no temperature in common")

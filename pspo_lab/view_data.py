@@ -21,8 +21,7 @@ import pspo.losses
 from pspo.cli.files import DAMAGE, read_json, read_jsonl
 from pspo.cli.parse import class_names, make_config
 from pspo.config import TrainConfig
-from pspo.evaluate.results import as_text
-from pspo.evaluate.results import label as measure_label
+from pspo.evaluate.statistics import as_text, measure_name
 from pspo.losses import Surrogate, token_weights
 from pspo.run.folders import numbered, step_of
 from pspo.tasks.problem import Messages, content_text
@@ -115,7 +114,7 @@ def describe_run(run: LabRun, label: str) -> Record:
     about = [f"{Path(switches[settings.MODEL]).name} on {switches[settings.DATA]}", method, f"seed {seed}", progress]
     before, after = (run.summary.get(stage) or {} for stage in ("before", "after"))
     for name in [name for name in MEASURES if name in before and name in after]:
-        about.append(f"{measure_label(name)} {as_text(name, before[name])} before, {as_text(name, after[name])} after")
+        about.append(f"{measure_name(name)} {as_text(name, before[name])} before, {as_text(name, after[name])} after")
     return {
         "name": f"{label}, seed {seed}",
         "label": label,
@@ -135,7 +134,7 @@ def last_metrics(run: LabRun) -> Record:
     seconds = run.metrics.filter(like="seconds/").sum().sum()
     row = {"seed": run.switches[settings.SEED], "step": int(newest["step"])}
     row |= {name: newest.get(name) for name in NEWEST}
-    row |= {f"test {measure_label(name)}": after.get(name) for name in MEASURES}
+    row |= {f"test {measure_name(name)}": after.get(name) for name in MEASURES}
     is_whole = seconds > 0 and not run.switches.get("run.fork_from")  # a fork counts its parent's tokens
     return row | {"tokens/s": newest.get("tokens", np.nan) / seconds if is_whole else None}
 

@@ -1,6 +1,6 @@
 """Evaluate a model: ``python -m pspo.evaluate --model.name_or_path M --data.name gsm8k --data.limit 500``.
 
-Writes ``results.json``, by temperature what `Evaluation.results` of `pspo.evaluate.results` describes, and
+Writes ``results.json``, by temperature what `Evaluation.results` of `pspo.evaluate.evaluation` describes, and
 ``completions.jsonl``.
 
 The same command resumes a stopped evaluation: completions are saved chunk by chunk, and a chunk's random numbers depend
@@ -26,7 +26,7 @@ from pspo.cli.terminal import quiet_without_reader
 from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.evaluate.evaluation import evaluate
-from pspo.evaluate.results import as_text, label, table
+from pspo.evaluate.statistics import as_text, measure_name, table
 from pspo.model import load_policy, load_tokenizer
 from pspo.model.find import check_token_ids, load_model_config, room_for_prompts, token_ids
 from pspo.rollout import How, PolicySampler, Prompts, Sampler, load_prompts, make_sampling
@@ -127,12 +127,12 @@ def render(results: dict[str, Any]) -> str:
         columns[f"T = {temperature}{samples}"] = cells
         for name, number in numbers.items():
             if name not in ("samples", "breakdown", "pass@1", "maj@1"):
-                cells[label(name)] = as_text(name, number)
+                cells[measure_name(name)] = as_text(name, number)
         measure = "accuracy" if "accuracy" in numbers else "mean_reward"
         for attribute, groups in numbers["breakdown"].items():
             for kind, group in groups.items():
                 if measure in group:  # otherwise no reward is known of it
-                    name = f"{label(measure)}, {attribute} {kind or '-'} ({group['n']:,})"
+                    name = f"{measure_name(measure)}, {attribute} {kind or '-'} ({group['n']:,})"
                     cells[name] = as_text(measure, group[measure])
     title = f"{results['model']} on {results['n']:,} problems of {results['data']} {results['split']}"
     return f"{title}\n{table('mean [95%]', columns)}"

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from pspo import distributed as dist
 from pspo.cli.failures import fail_together
 from pspo.cli.terminal import Bar
 from pspo.config import EvalConfig, RewardConfig
-from pspo.evaluate.results import Evaluation, Record
+from pspo.evaluate.statistics import ESTIMATES, Record, at_k, by_problem, estimates, measures
 from pspo.rollout import How, Prompts, Sampler
-from pspo.tasks import contains_answer, is_correct, matches_format, total_rewards
+from pspo.tasks import Problem, contains_answer, is_correct, matches_format, total_rewards
 from pspo.tasks.failures import show_failures
 from pspo.tasks.files import plain
 
@@ -86,6 +87,54 @@ def complete(
     return records
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """The completions of problems, ``samples`` of each: records of `complete`, in order."""
+
+    problems: Sequence[Problem]
+    samples: int
+    completions: list[Record] = field(repr=False)
+
+    def means(self) -> dict[str, float]:
+        """Every measure's mean over the problems, of those that have one."""
+        means = {}
+        for name, values in measures(self.completions, self.samples).items():
+            problem_means = by_problem(values)
+            if len(problem_means):
+                means[name] = float(problem_means.mean())
+        return means
+
+    def record(self) -> Record:
+        """The numbers in one flat dict, as in ``summary.json``: accuracy, ci95, mean_reward, mean_reward_ci95, ..."""
+        flat: Record = {"n": len(self.problems)}
+        for name, number in estimates(measures(self.completions, self.samples)).items():
+            numbers = number if isinstance(number, dict) else {"value": number}
+            for key, value in numbers.items():
+                flat[name if key == "value" else f"{name}_{key}".removeprefix("accuracy_")] = value
+        return flat
+
+    def results(self) -> Record:
+        """The numbers as in ``results.json``; what no completion has a value of is left out.
+
+        Each an `estimate`: accuracy (the extracted answer is right), gold_anywhere (the gold value is anywhere in the
+        response), mean_reward, every reward/<function>, pass@k, maj@k. Besides `MEANS`, and a breakdown by source,
+        category and level.
+        """
+        values = measures(self.completions, self.samples)
+        breakdown: dict[str, Record] = {}
+        for attribute in ("source", "category", "level"):
+            kinds = np.array([getattr(problem, attribute) for problem in self.problems])
+            if (kinds == kinds[0]).all():
+                continue
+            breakdown[attribute] = {}
+            for kind in np.unique(kinds):
+                rows = kinds == kind
+                group = {name: values[name][rows] for name in ESTIMATES}
+                breakdown[attribute][str(kind)] = {"n": int(rows.sum())} | estimates(group)
+        numbers = estimates(values | at_k(self.completions, self.samples))
+        return {"samples": self.samples} | numbers | {"breakdown": breakdown}
+
+
 def evaluate(
     sampler: Sampler,
     how: How,
@@ -98,7 +147,7 @@ def evaluate(
     max_tokens: int = EvalConfig.max_tokens,
     max_rows: float = math.inf,
     bar: str = "",
-    done: Mapping[tuple[int, int], Record] = MappingProxyType({}),
+    done: Mapping[tuple[int, int], Record] | None = None,
     save: Callable[[list[Record]], None] = lambda records: None,
     shown_failures: dict[str, str] | None = None,
 ) -> Evaluation | None:
@@ -110,7 +159,7 @@ def evaluate(
     not drawn again; ``save`` is called with each new chunk's records; ``shown_failures`` is of `show_failures`.
     """
     shown_failures = {} if shown_failures is None else shown_failures
-    completions = dict(done)
+    completions = dict(done or {})
     lengths = [len(ids) for ids in prompts.ids]
     parts = chunks(lengths, samples, how.sampling.max_completion_tokens, max_tokens, max_rows)
     device = dist.local_device()

@@ -13,7 +13,7 @@ from pspo.cli.files import Settings, argument_text, flat
 from pspo.cli.parse import make_config
 from pspo.cli.terminal import one_line
 from pspo.config import EvaluateConfig, ModelConfig, TrainConfig
-from pspo.evaluate.results import ESTIMATES, MEANS, Record, from_record, label, table
+from pspo.evaluate.statistics import ESTIMATES, MEANS, Record, from_record, measure_name, table
 from pspo.model.find import find_default_lr, resolve_adapters
 from pspo.tasks.files import plain
 from pspo.tasks.sources import SOURCES
@@ -87,7 +87,7 @@ def describe_results(summary: Record) -> str:
         models["final"] = f"final, step {steps}"
     columns = {}
     for name in names:
-        header = f"{label(name)} [95%]" if name in ESTIMATES else label(name)
+        header = f"{measure_name(name)} [95%]" if name in ESTIMATES else measure_name(name)
         columns[header] = {
             model: from_record(summary[test], name) for test, model in models.items() if name in summary[test]
         }

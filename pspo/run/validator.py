@@ -12,8 +12,7 @@ from pspo import distributed as dist
 from pspo.cli.files import to_jsonl, write_text
 from pspo.cli.terminal import print_timed
 from pspo.config import TrainConfig
-from pspo.evaluate.evaluation import evaluate
-from pspo.evaluate.results import Evaluation
+from pspo.evaluate.evaluation import Evaluation, evaluate
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.rollout import How, Prompts, Sampler
 from pspo.run.folders import save_model, write_errors

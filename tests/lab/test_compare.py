@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pspo.cli.files import append_jsonl
-from pspo.evaluate.results import cluster_bootstrap
+from pspo.evaluate.statistics import cluster_bootstrap
 from pspo_lab.compare import main
 
 

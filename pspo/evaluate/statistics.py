@@ -1,14 +1,13 @@
-"""Evaluation results: means with 95% intervals, pass@k and maj@k, and breakdowns; and how they are shown."""
+"""Statistics of completions: means with 95% intervals, pass@k and maj@k; and how they are shown."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from pspo.cli.terminal import one_line
-from pspo.tasks import Problem, extract_answer, extract_text
+from pspo.tasks import extract_answer, extract_text
 from pspo.tasks.answers import TOLERANCE
 
 # By measure, the field of records that it is of: estimates with intervals, and means.
@@ -16,54 +15,6 @@ ESTIMATES = {"accuracy": "correct", "gold_anywhere": "contains_gold", "mean_rewa
 MEANS = {"format_share": "format", "truncated_share": "truncated", "completion_tokens": "tokens"}
 
 Record = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The completions of problems, ``samples`` of each: records of `pspo.evaluate.evaluation.complete`, in order."""
-
-    problems: Sequence[Problem]
-    samples: int
-    completions: list[Record] = field(repr=False)
-
-    def means(self) -> dict[str, float]:
-        """Every measure's mean over the problems, of those that have one."""
-        means = {}
-        for name, values in measures(self.completions, self.samples).items():
-            problem_means = by_problem(values)
-            if len(problem_means):
-                means[name] = float(problem_means.mean())
-        return means
-
-    def record(self) -> Record:
-        """The numbers in one flat dict, as in ``summary.json``: accuracy, ci95, mean_reward, mean_reward_ci95, ..."""
-        flat: Record = {"n": len(self.problems)}
-        for name, number in estimates(measures(self.completions, self.samples)).items():
-            numbers = number if isinstance(number, dict) else {"value": number}
-            for key, value in numbers.items():
-                flat[name if key == "value" else f"{name}_{key}".removeprefix("accuracy_")] = value
-        return flat
-
-    def results(self) -> Record:
-        """The numbers as in ``results.json``; what no completion has a value of is left out.
-
-        Each an `estimate`: accuracy (the extracted answer is right), gold_anywhere (the gold value is anywhere in the
-        response), mean_reward, every reward/<function>, pass@k, maj@k. Besides `MEANS`, and a breakdown by source,
-        category and level.
-        """
-        values = measures(self.completions, self.samples)
-        breakdown: dict[str, Record] = {}
-        for attribute in ("source", "category", "level"):
-            kinds = np.array([getattr(problem, attribute) for problem in self.problems])
-            if (kinds == kinds[0]).all():
-                continue
-            breakdown[attribute] = {}
-            for kind in np.unique(kinds):
-                rows = kinds == kind
-                group = {name: values[name][rows] for name in ESTIMATES}
-                breakdown[attribute][str(kind)] = {"n": int(rows.sum())} | estimates(group)
-        numbers = estimates(values | at_k(self.completions, self.samples))
-        return {"samples": self.samples} | numbers | {"breakdown": breakdown}
 
 
 def measures(completions: Sequence[Record], samples: int) -> dict[str, np.ndarray]:
@@ -152,13 +103,13 @@ def wilson(successes: int, n: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def cluster_bootstrap(values: np.ndarray, seed: int = 0) -> tuple[float, float] | None:
+def cluster_bootstrap(values: np.ndarray) -> tuple[float, float] | None:
     """95% percentile interval of the mean of values (n,), one per cluster, resampled 10,000 times; None if n is 1."""
     from scipy.stats import bootstrap  # slow to import
 
     if len(values) < 2:
         return None
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     result = bootstrap((values,), np.mean, n_resamples=10_000, batch=100, method="percentile", rng=rng)
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
@@ -196,7 +147,7 @@ def from_record(record: Record, name: str) -> str:
     return as_text(name, {"value": record[name]} | {key: record.get(f"{prefix}{key}") for key in keys})
 
 
-def label(name: str) -> str:
+def measure_name(name: str) -> str:
     """A measure's name in tables."""
     if name.startswith("reward/"):
         return name
