@@ -1,37 +1,28 @@
 """A simulated GPU: code that asks for device "cuda" runs on the CPU, under the rules of a real one.
 
     python tests/simulated_gpu.py -m pspo.train --run.max_steps 4 ...
-    python tests/simulated_gpu.py --phases pspo.rollout.decode:decode,pspo.update.step:take_step script.py args...
-
-With --phases the counts of these functions are printed at the end.
 
 * A "cuda" tensor wraps a CPU tensor; one TorchDispatchMode runs every operation on the wrapped ones.
 * An operation that mixes "cuda" and CPU tensors raises, as a GPU build's does. CPU scalars (0-dim) may enter pointwise
   operations, CPU index tensors may index, and `copy_` copies both ways.
-* Host waits are counted by phase and by the innermost line of the code under test; while a CUDA graph is captured they
-  raise.
+* While a CUDA graph is captured, what makes the CPU wait for the GPU raises.
 * A CUDA graph records the operations of its capture, and replays them into the same memory: what has moved shows.
-* Kernel launches are counted by phase: none for a view, one for most operations, `LAUNCHES` for the others.
 * `torch.cuda`'s queries, a generator of its own, autocast, fused AdamW, SDPA's memory-efficient kernel.
 
 Not simulated: time, memory, streams that race, asynchronous errors, NCCL, dtypes that only a GPU refuses.
 """
 
 import argparse
-import atexit
 import ctypes
 import functools
 import importlib.metadata
 import importlib.util
 import os
-import pkgutil
 import runpy
 import subprocess
 import sys
 import tempfile
-import traceback
 import types
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,81 +55,22 @@ CUDA = torch.device("cuda", 0)
 MIXED = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
 aten = torch.ops.aten
 
-# ---------------------------------------------------------------- counts
-
-launches: dict[str, Counter[str]] = defaultdict(Counter)  # kernels, by phase, then by operation
-waits: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)  # by phase, then by what waits and where
-calls: Counter[str] = Counter()  # of the functions that are phases
-phases = ["other"]  # entered, the innermost last
-captures: list["Graph"] = []  # graphs that are being captured; here so that waits can be refused
-
+captures: list["Graph"] = []  # graphs that are being captured
 VIEWS = {
     "view", "_unsafe_view", "expand", "slice", "select", "transpose", "t", "permute", "unsqueeze", "squeeze", "detach",
     "alias", "as_strided", "split", "split_with_sizes", "unbind", "lift_fresh", "diagonal", "_reshape_alias", "unfold",
     "view_as_real", "_local_scalar_dense", "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided",
 }  # fmt: skip
-LAUNCHES = {
-    "sort": 8, "topk": 6, "argsort": 8, "cumsum": 2, "cumprod": 2, "nonzero": 4, "_unique2": 12, "bincount": 4,
-    "masked_scatter": 3, "masked_select": 5, "isin": 3, "repeat_interleave": 4, "logsumexp": 5, "multinomial": 6,
-    "embedding_dense_backward": 5, "_scaled_dot_product_efficient_attention_backward": 2,
-}  # fmt: skip
-MASK_LAUNCHES = 4  # of an index that is a boolean mask: it becomes positions
 WAITS = {
-    "_local_scalar_dense": "item",
-    "nonzero": "nonzero",
-    "_unique2": "unique",
-    "unique_consecutive": "unique",
-    "unique_dim": "unique",
-    "masked_select": "masked_select",
-    "masked_scatter_backward": "masked_select",
-    "bincount": "bincount",
-    "equal": "equal",
-    "is_nonzero": "bool",
-}
-
-
-def count_phase(name: str) -> None:
-    """Count under its own name what the function "module:Class.function" does from now on."""
-    path, _, last = name.replace(":", ".").rpartition(".")
-    owner = pkgutil.resolve_name(path)
-    function = getattr(owner, last)
-
-    @functools.wraps(function)
-    def counted(*args, **kwargs):
-        phases.append(last)
-        calls[last] += 1
-        try:
-            return function(*args, **kwargs)
-        finally:
-            phases.pop()
-
-    setattr(owner, last, counted)
+    "_local_scalar_dense", "nonzero", "_unique2", "unique_consecutive", "unique_dim", "masked_select",
+    "masked_scatter_backward", "bincount", "equal", "is_nonzero",
+}  # fmt: skip
 
 
 def wait(what: str) -> None:
-    """Count that the CPU waits for the GPU."""
+    """Raise where the CPU may not wait for the GPU."""
     if captures:
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
-    waits[phases[-1]][what, place()] += 1
-
-
-def place() -> str:
-    """The innermost line outside torch and the libraries, and the innermost outside torch if that is another."""
-    frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
-    outside = [f"{frame.filename}:{frame.lineno}" for frame in frames if "/torch/" not in frame.filename]
-    own = [line for line in outside if "site-packages" not in line]
-    if not own:
-        return "a thread of autograd"
-    if own[-1] == outside[-1]:
-        return own[-1]
-    return f"{own[-1]} via {outside[-1].split('site-packages/')[-1]}"
-
-
-def print_counts() -> None:
-    for phase, operations in launches.items():
-        print(f"{phase}: {operations.total()} launches, {waits[phase].total()} waits, {calls[phase]} calls")
-        for (what, line), number in waits[phase].most_common():
-            print(f"  {number:6} {what}, {line}")
 
 
 # ---------------------------------------------------------------- tensors
@@ -244,7 +176,7 @@ def run(function, args: tuple, kwargs: dict):
     if not wrappers and not runs_on_gpu:
         return function(*args, **kwargs)
     check_devices(function, name, args, tensors)
-    count(name, args, kwargs, runs_on_gpu)
+    check_waits(name, args, kwargs, runs_on_gpu)
     if name in RANDOM and runs_on_gpu:
         function, kwargs = with_gpu_generator(function, kwargs)
     function = KERNELS.get(name, function)
@@ -307,16 +239,15 @@ def check_devices(function, name: str, args: tuple, tensors: list[torch.Tensor])
         raise RuntimeError(f"{MIXED} (when checking arguments of {function})")
 
 
-def count(name: str, args: tuple, kwargs: dict, runs_on_gpu: bool) -> None:
-    """Count an operation's launches, and its waits."""
-    kernels = 0 if name in VIEWS else LAUNCHES.get(name, 1)
+def check_waits(name: str, args: tuple, kwargs: dict, runs_on_gpu: bool) -> None:
+    """`wait` if the CPU waits for this operation."""
     if name in WAITS:
-        wait(WAITS[name])
+        wait(name)
     elif name == "_to_copy":
-        count_transfer(args[0], runs_on_gpu, kwargs.get("non_blocking", False), is_target_pinned=True)
+        check_transfer(args[0], runs_on_gpu, kwargs.get("non_blocking", False), is_target_pinned=True)
     elif name == "copy_" and args[1].dim() > 0:
         non_blocking = len(args) > 2 and args[2]
-        count_transfer(args[1], on_gpu(args[0]), non_blocking, hasattr(args[0], "simulates_pinned"))
+        check_transfer(args[1], on_gpu(args[0]), non_blocking, hasattr(args[0], "simulates_pinned"))
     elif name == "repeat_interleave" and kwargs.get("output_size") is None:
         wait("repeat_interleave without output_size")
     elif name in INDEXING:
@@ -325,12 +256,10 @@ def count(name: str, args: tuple, kwargs: dict, runs_on_gpu: bool) -> None:
                 wait("copy of a CPU's index to the GPU")
             if index is not None and index.dtype in (torch.bool, torch.uint8):
                 wait("boolean mask")
-                kernels += MASK_LAUNCHES
-    launches[phases[-1]][name] += kernels
 
 
-def count_transfer(source: torch.Tensor, to_gpu: bool, non_blocking: bool, is_target_pinned: bool) -> None:
-    """Count the wait for a copy between CPU and GPU: there is none if it is non-blocking and the CPU's side pinned."""
+def check_transfer(source: torch.Tensor, to_gpu: bool, non_blocking: bool, is_target_pinned: bool) -> None:
+    """`wait` for a copy between CPU and GPU: there is none if it is non-blocking and the CPU's side pinned."""
     if source.numel() == 0:  # torch returns before it copies
         return
     if on_cpu(source) and to_gpu and not (non_blocking and hasattr(source, "simulates_pinned")):
@@ -463,7 +392,6 @@ class Graph:
                 tensor.copy_(values)
 
     def replay(self) -> None:
-        launches[phases[-1]]["graph replay"] += 1
         with torch.no_grad(), _disable_current_modes():
             for function, args, kwargs, result in self.steps:
                 fresh = function(*args, **kwargs)
@@ -580,16 +508,11 @@ def install() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--phases", default="", help="functions to count, module:function, with commas")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module")
     parser.add_argument("program")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     install()
-    if given.phases:
-        for name in given.phases.split(","):
-            count_phase(name)
-        atexit.register(print_counts)
     sys.argv = [given.program, *given.args]
     if given.is_module:
         sys.path.insert(0, os.getcwd())
