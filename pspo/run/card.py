@@ -102,11 +102,7 @@ def describe_results(summary: Record) -> str:
     if rewards:
         lines.append(f"validation reward {', '.join(rewards)}; the model of step {best_step} is returned")
     if best_step == 0:
-        trained = summary["validation"]["best_trained"]
-        if trained and validations[trained["step"]] == validations[0]:
-            lines.append(f"Step {trained['step']} is level with the untrained model, which is returned")
-        else:
-            lines.append("No trained step was better than the untrained model, which is returned")
+        lines.append("No trained step was better than the untrained model, which is returned")
     return "\n".join(lines)
 
 

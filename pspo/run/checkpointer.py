@@ -106,19 +106,7 @@ class Checkpointer:
         if is_sharded:
             dist.load_shards(folder / "shards", policy, self.learner.optimizer)
         else:
-            fix = "fork under its model, with LoRA if that is what it trained; or train from it, named as a model"
-            misfit = f"the weights of {folder} are not of this model: {fix}"
-            if (folder / "adapter_config.json").exists() != has_adapters(policy):
-                raise ValueError(misfit)
-            if has_adapters(policy):
-                self.load_adapters(folder, misfit)
-            else:
-                saved = load_policy(replace(self.config.model, name_or_path=str(folder), revision=None), policy.device)
-                weights = saved.state_dict()
-                shapes = {name: weight.shape for name, weight in weights.items()}
-                if shapes != {name: weight.shape for name, weight in policy.state_dict().items()}:
-                    raise ValueError(misfit)
-                policy.load_state_dict(weights)  # into the same memory: other alignment, other sums
+            self.load_weights(folder)
         states = torch.load(folder / "parts.pt", map_location="cpu", weights_only=True)
         ranks = len(list(folder.glob("rank-*.pt")))
         if ranks == dist.world_size():
@@ -130,15 +118,25 @@ class Checkpointer:
             self.parts["generators"].seed(self.config.run.seed, states["learner"]["steps"])
         return states
 
-    def load_adapters(self, folder: Path, misfit: str) -> None:
-        """Load a checkpoint's adapters; ValueError with this text if they are of another model or rank."""
+    def load_weights(self, folder: Path) -> None:
+        """Load a checkpoint's weights, or its adapters; ValueError if they are of another model or rank."""
         policy = self.learner.policy
-        base = read_adapter_config(folder).get("base_model_name_or_path")
-        if Path(base).resolve() != Path(policy.peft_config["default"].base_model_name_or_path).resolve():
+        fix = "fork under its model, with LoRA if that is what it trained; or train from it, named as a model"
+        misfit = f"the weights of {folder} are not of this model: {fix}"
+        if (folder / "adapter_config.json").exists() != has_adapters(policy):
             raise ValueError(misfit)
+        if has_adapters(policy):
+            base = read_adapter_config(folder).get("base_model_name_or_path")
+            if Path(base).resolve() != Path(policy.peft_config["default"].base_model_name_or_path).resolve():
+                raise ValueError(misfit)
+        else:
+            saved = load_policy(replace(self.config.model, name_or_path=str(folder), revision=None), policy.device)
         try:
-            fill_adapters(policy, str(folder))
-        except ValueError as error:
+            if has_adapters(policy):
+                fill_adapters(policy, str(folder))
+            else:
+                policy.load_state_dict(saved.state_dict())  # into the same memory: other alignment, other sums
+        except (RuntimeError, ValueError) as error:
             raise ValueError(misfit) from error
 
 

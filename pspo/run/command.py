@@ -7,17 +7,17 @@ from typing import Any
 
 from pspo import distributed as dist
 from pspo.cli.failures import EXIT_INTERRUPTED, EXIT_STOPPED, RunFailed, UserCodeFailed
-from pspo.cli.files import Settings, named_damage
+from pspo.cli.files import Settings, named_damage, read_json
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.python import config_from_python
-from pspo.config import TrainConfig
+from pspo.config import RunConfig, TrainConfig
 from pspo.losses import SurrogateError
 from pspo.rollout import Experience
 from pspo.rollout.engine import EngineError
 from pspo.run.folders import describe_newest
 from pspo.run.messages import print_header, print_warnings, summary_text
 from pspo.run.prepare import prepare
-from pspo.run.resume import finished_summary
+from pspo.run.resume import LIMITS, check_same
 from pspo.run.run import Run
 from pspo.signals import Stopped
 from pspo.tasks.failures import user_frames, user_traceback
@@ -35,7 +35,8 @@ def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | 
         dist.init(config.distributed.strategy)
     try:
         with user_errors("pspo.train"):
-            run = None if print_if_finished(config, settings) else prepare(config, settings)
+            is_finished = dist.run_on_main(lambda: print_if_finished(config.run, settings))
+            run = None if is_finished else prepare(config, settings)
         if run is not None:
             run_training(train, run)
     except Stopped:
@@ -58,7 +59,7 @@ def train_from_python(
     try:
         config, settings = config_from_python(file, **sections)
         dist.init(config.distributed.strategy)
-        summary = print_if_finished(config, settings)
+        summary = dist.run_on_main(lambda: print_if_finished(config.run, settings))
         if summary:
             return summary
         run = prepare(config, settings)
@@ -68,14 +69,21 @@ def train_from_python(
         raise error.with_traceback(None) from None  # frames of this package say nothing, and fill a notebook
 
 
-def print_if_finished(config: TrainConfig, settings: Settings) -> dict[str, Any]:
-    """Print the summary of a run that is finished, and return it; {} of any other."""
-    summary = dist.run_on_main(lambda: finished_summary(config.run, settings))
-    if summary:
-        file = Path(config.run.output_dir) / "summary.json"
-        with named_damage(file):
-            text = summary_text(settings, summary)
-        print(f"already finished: {file}\n\n{text}")
+def print_if_finished(config: RunConfig, settings: Settings) -> dict[str, Any]:
+    """Print and return the summary of a finished run of this configuration; {} without, or if it may be longer."""
+    file = Path(config.output_dir or "") / "summary.json"
+    if config.output_dir is None or not file.exists():
+        return {}
+    changes = check_same(file.parent, settings)
+    own_problems = file.parent / "data"  # which `pspo.train` has compared
+    _, path = changes.pop("data.path", (None, own_problems))
+    if changes.keys() & LIMITS or Path(path or "").resolve() != own_problems.resolve():
+        return {}  # a resumed run compares the problems of another path
+    summary = read_json(file)
+    with named_damage(file):
+        summary["output_dir"] = str(file.parent)  # it may have been moved
+        summary["best_model"] = str(file.parent / Path(summary["best_model"]).name)
+        print(f"already finished: {file}\n\n{summary_text(settings, summary)}")
     return summary
 
 

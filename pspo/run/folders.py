@@ -35,7 +35,7 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def temporary_path(folder: Path, suffix: str) -> Path:
-    """The name of a folder that is not whole yet (new), to be replaced (old) or to be deleted (gone)."""
+    """The name of a folder that is not whole yet (new) or to be replaced (old)."""
     return folder.with_name(f".{folder.name}.{suffix}")
 
 
@@ -47,7 +47,7 @@ def remove_leftovers(parent: Path, name: str = "*") -> None:
         folder = parent / old.name[1:-4]
         if not folder.exists():  # killed between the two renames
             old.rename(folder)
-    for suffix in ("new", "old", "gone"):
+    for suffix in ("new", "old"):
         for leftover in parent.glob(f".{name}.{suffix}"):
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -126,8 +126,7 @@ def prune(run: Path, keep: int, last: float = math.inf) -> None:
     saved = checkpoints(run)
     later = [folder for folder in saved if step_of(folder) > last]
     for folder in later + saved[len(later) + keep :]:
-        gone = folder.rename(temporary_path(folder, "gone"))  # a kill leaves no half of it under its own name
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_manifest(folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.python import default_output
-from pspo.config import RunConfig, TrainConfig
+from pspo.config import TrainConfig
 from pspo.model import has_adapters
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import (
@@ -69,22 +69,6 @@ def remove_unbegun(folder: Path) -> None:
         with contextlib.suppress(OSError):
             (folder / ".lock").unlink()
             os.removedirs(folder)
-
-
-def finished_summary(config: RunConfig, settings: files.Settings) -> dict[str, Any]:
-    """The summary of a finished run of this configuration in --run.output_dir; {} without, or if it may be longer."""
-    file = Path(config.output_dir or "") / "summary.json"
-    if config.output_dir is None or not file.exists():
-        return {}
-    changes = check_same(file.parent, settings)
-    old_path, new_path = (Path(path or "").resolve() for path in changes.pop("data.path", ("", "")))
-    has_other_path = new_path not in (old_path, (file.parent / "data").resolve())  # which `pspo.train` has compared
-    if changes.keys() & LIMITS or has_other_path:
-        return {}  # a resumed run compares the problems of another path
-    summary = files.read_json(file)
-    with files.named_damage(file):
-        best_model = file.parent / Path(summary["best_model"]).name
-    return summary | {"output_dir": str(file.parent), "best_model": str(best_model)}  # it may have been moved
 
 
 def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]]:
