@@ -9,8 +9,6 @@ evaluations of a model on the same problems the last one, by folder, counts.
 
 import argparse
 import base64
-import contextlib
-import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +23,7 @@ from pspo.tasks.files import local_path
 from pspo_lab.figures import draw_task
 from pspo_lab.runs import Runs, read_runs, run_folders, warn
 from pspo_lab.settings import DATA, MODEL, SEED, labels, shared_sentence
-from pspo_lab.tables import NOTES, escape_markdown, file_name, report_text, tables, terminal_text
+from pspo_lab.tables import NOTES, escape_markdown, report_text, tables, terminal_text
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm"]
 DEFAULTS = "A switch that a name leaves out has its default."
@@ -37,8 +35,7 @@ def report(*runs: str | Path, output_dir: str | Path = "report") -> Any:
 
     output = local_path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    with contextlib.redirect_stdout(io.StringIO()):
-        write_report(read_runs(run_folders(runs)), output)
+    write_report(read_runs(run_folders(runs)), output)
 
     def inline(link: re.Match) -> str:
         image = base64.b64encode((output / link[2]).read_bytes()).decode()
@@ -48,13 +45,14 @@ def report(*runs: str | Path, output_dir: str | Path = "report") -> Any:
     return Markdown(re.sub(r"^(!\[.*\])\((\S+\.svg)\)$", inline, text, flags=re.MULTILINE))
 
 
-def write_report(runs: Runs, output: Path) -> list[Path]:
-    """Write the tables and pictures of every task, and print the main ones; returns the files."""
+def write_report(runs: Runs, output: Path) -> tuple[str, list[Path]]:
+    """Write the tables and pictures of every task; returns the accuracies as text, and the files."""
     tasks = group_tasks(runs)
     markdown = ["# Report"]
+    accuracies = []
     cells = []
     pictures = []
-    for title, (models, names) in tasks.items():
+    for number, (title, (models, names)) in enumerate(tasks.items(), start=1):
         task_runs = runs.take(names)
         finished = task_runs.take(task_runs.finished())
         label = labels(task_runs.configs)
@@ -64,10 +62,12 @@ def write_report(runs: Runs, output: Path) -> list[Path]:
             differences = table["p"].count() if "p" in table else 0
             markdown.append(f"### {name}\n\n{report_text(table)}\n\n{NOTES[name].format(n=differences)}")
             if name == "Accuracy":
-                print(f"{one_line(title)}, of the models that the runs returned\n{terminal_text(table)}\n")
+                accuracies.append(
+                    f"{one_line(title)}, of the models that the runs returned\n{terminal_text(table)}\n\n"
+                )
             cells.append(table.assign(task=title, table=name))
         if names:
-            prefix = f"{file_name(title)}-" if len(tasks) > 1 else ""
+            prefix = f"{number}-" if len(tasks) > 1 else ""
             files = draw_task(task_runs, label, f"{output}/{prefix}")
             markdown += [f"![{path.stem}]({path.name})" for path in files]
             pictures += files
@@ -78,7 +78,7 @@ def write_report(runs: Runs, output: Path) -> list[Path]:
     names = ["task", "row", "column"]
     table[names] = table[names].map(one_line)
     table.to_csv(output / "table.csv", columns=CELLS, index=False)
-    return [output / "report.md", output / "table.csv", *pictures]
+    return "".join(accuracies), [output / "report.md", output / "table.csv", *pictures]
 
 
 def group_tasks(runs: Runs) -> dict[str, tuple[list[str], list[str]]]:
@@ -123,5 +123,5 @@ def main(args: Sequence[str] | None = None) -> None:
     with user_errors("pspo report"):
         output = local_path(options.output_dir)
         output.mkdir(parents=True, exist_ok=True)
-        files = write_report(read_runs(run_folders(options.runs)), output)
-    print("\n".join(one_line(str(file)) for file in files))
+        accuracies, files = write_report(read_runs(run_folders(options.runs)), output)
+    print(accuracies + "\n".join(one_line(str(file)) for file in files))

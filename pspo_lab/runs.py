@@ -120,14 +120,11 @@ def skip_unreadable(folder: Path) -> Iterator[None]:
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
-    """Local paths of the folders; files, such as a sweep's between its runs' folders, are left out with one line."""
-    folders = [local_path(path) for path in paths]
-    files = [path for path in folders if path.is_file()]
-    if files:
-        warn(f"{len(files)} files are no folders of runs, and left out: {files[0]}{' ...' if files[1:] else ''}")
-    if len(files) == len(folders):
+    """Local paths of the folders; files, such as a sweep's between its runs' folders, are left out."""
+    folders = [path for path in map(local_path, paths) if not path.is_file()]
+    if not folders:
         raise ValueError("no folder of a run is given")
-    return [path for path in folders if path not in files]
+    return folders
 
 
 def read_runs(roots: Sequence[Path]) -> Runs:
@@ -237,15 +234,13 @@ def problems_fingerprint(folder: Path, path: Path) -> str | None:
 
 
 def read_metrics(folder: Path) -> pd.DataFrame:
-    """The rollouts in order of steps, the last record of each."""
+    """The rollouts in order of steps, the last record of each; NaN where a value was not finite."""
     records = read_jsonl(folder / "metrics.jsonl")
     if not records:
         raise ValueError("metrics.jsonl holds no rollout")
     if not all(type(record.get("step")) is int and 0 <= record["step"] < 2**63 for record in records):
         raise ValueError("metrics.jsonl is damaged: a record without a step")
     metrics = pd.DataFrame(records)
-    if nulls := sum(value is None for record in records for value in record.values()):
-        warn(f"{folder}: {nulls} values that were not finite; left out")
     metrics = metrics.drop_duplicates("step", keep="last").sort_values("step")
     return metrics.apply(pd.to_numeric, errors="coerce").replace([np.inf, -np.inf], np.nan).astype({"step": int})
 

@@ -1,10 +1,14 @@
-"""Tables of runs: the numbers of each run, their means over seeds, and their texts."""
+"""Tables of runs. Three kinds of data frames:
+
+* values: run, column (of a table) and value, a number of a run; of accuracies also low and high, 95% over problems
+* cells: row (a setting, or the difference of two), column, seeds, mean, sem, low and high; of differences p and holm
+* texts: the cells of a table as it shows them, by row and column
+"""
 
 import functools
 import html
 import math
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,11 +51,11 @@ NOTES = {
     "KL(old || new) in nats; gradient norm, share of these clipped.",
 }
 
-# The numbers of each run: rows of run, column (of a table) and value; of accuracies also their interval
+# Values
 
 
 def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
-    """Accuracies before training, of models, or after it, of runs' best or final ones; with pass@k, maj@k if sampled.
+    """Values before training, of models, or after it, of runs' best or final ones; with pass@k, maj@k if sampled.
 
     Problems without gold answers have their mean reward instead. An evaluation counts before the summary where both
     have the same number.
@@ -94,7 +98,7 @@ def smoothed(values: Sequence[float]) -> np.ndarray:
 
 
 def learning(runs: Runs) -> pd.DataFrame:
-    """The course of the training reward."""
+    """Values of the course of the training reward."""
     metrics = runs.metrics.reindex(columns=["run", "step", "reward", "validation_reward"])
     rows = {}
     for run, rollouts in metrics.groupby("run", sort=False):
@@ -123,7 +127,7 @@ def learning(runs: Runs) -> pd.DataFrame:
 
 
 def diagnostics(runs: Runs) -> pd.DataFrame:
-    """Means over the rollouts, and the share of them whose last gradient was clipped by its norm."""
+    """Values: means over the rollouts, and the share of them whose last gradient was clipped by its norm."""
     metrics = runs.metrics.reindex(columns=["run", *DIAGNOSTICS])
     limits = metrics["run"].map(runs.configs.reindex(columns=["optimizer.max_grad_norm"]).squeeze("columns"))
     limits = pd.to_numeric(limits, errors="coerce").replace(0, np.inf)  # 0: none
@@ -133,7 +137,7 @@ def diagnostics(runs: Runs) -> pd.DataFrame:
 
 
 def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
-    """Every setting minus every baseline of its experiment, by seed; of two baselines one difference."""
+    """Values by row and seed: every setting minus every baseline of its experiment; of two baselines one difference."""
     configs = runs.configs
     treatments = [name for name in configs if name.startswith(TREATMENT)]
     about = configs[["experiments", SEED]].assign(
@@ -154,11 +158,11 @@ def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
 
 
 def run_rows(numbers: pd.DataFrame) -> pd.DataFrame:
-    """Rows of run, column and value from a table indexed by run."""
+    """Values from a table indexed by run."""
     return numbers.rename_axis("run").reset_index().melt("run", var_name="column").dropna(subset="value")
 
 
-# Means over seeds: rows of row, column, seeds, mean, low and high
+# Cells
 
 
 @functools.cache
@@ -171,7 +175,7 @@ def value_range(name: str) -> tuple[float, float]:
 def mean_over_seeds(
     values: pd.DataFrame, are_differences: bool = False, by: Sequence[str] = ("row", "column")
 ) -> pd.DataFrame:
-    """The mean of each row and column, with Student's 95% interval from three seeds on; one seed keeps its interval.
+    """Cells of values that have a row, with Student's 95% interval from three seeds on; one seed keeps its interval.
 
     Intervals end where the column's values do, unless they are differences; shares of the seeds have none.
     """
@@ -194,7 +198,7 @@ def mean_over_seeds(
 
 
 def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd.DataFrame]:
-    """The tables of one task by title: its finished runs, and these models before training."""
+    """Cells of the tables of one task by title: its finished runs, and these models before training."""
     by_title = {}
     for title, greedy in (("Accuracy", True), ("Accuracy of samples", False)):
         before = accuracies(runs, "before", greedy)
@@ -209,7 +213,7 @@ def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd
 
 
 def add_holm(differences: pd.DataFrame) -> pd.DataFrame:
-    """With p, of a paired t-test that a mean difference is 0, and holm, adjusted for the number of them (Holm 1979).
+    """The cells with p, of a paired t-test that a mean difference is 0, and holm, adjusted for the number of them (Holm 1979).
 
     Missing where there is no interval. Differences of 0 in all seeds have p = 1.
     """
@@ -222,7 +226,7 @@ def add_holm(differences: pd.DataFrame) -> pd.DataFrame:
     return differences
 
 
-# Text
+# Texts
 
 
 def split_by_test(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -235,7 +239,7 @@ def split_by_test(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 
 def text_table(cells: pd.DataFrame) -> pd.DataFrame:
-    """A table of texts: "86.8 [86.0, 87.5]", its number of seeds behind it where that is not the row's."""
+    """Texts: "86.8 [86.0, 87.5]", its number of seeds behind it where that is not the row's."""
     seeds = cells.groupby("row", sort=False)["seeds"].max()
     texts = pd.DataFrame("–", seeds.index, ["seeds", *cells["column"].drop_duplicates()])
     texts["seeds"] = seeds.astype(str).where(seeds > 0, "–")
@@ -291,14 +295,8 @@ def escape_markdown(text: str) -> str:
     return MARKDOWN.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", text)
 
 
-def file_name(text: str) -> str:
-    """Text as a file's name; a long one is cut, and ends in its CRC-32."""
-    name = re.sub(r"[^\w.+]+", "-", text)
-    return name if len(name.encode()) <= 100 else f"{name[:40]}-{zlib.crc32(name.encode()):08x}"
-
-
 def markdown_table(texts: pd.DataFrame) -> str:
-    """A table of texts as aligned Markdown; the index is the first column."""
+    """Texts as aligned Markdown; the index is the first column."""
     rows = [["", *texts.columns]]
     rows += [[row, *cells] for row, *cells in texts.itertuples()]
     rows = [[escape_markdown(cell) for cell in row] for row in rows]

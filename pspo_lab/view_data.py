@@ -184,15 +184,12 @@ def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -
             every = max(1, math.ceil(visits / MOST_TOKENS), math.ceil(len(samples) / MOST_SAMPLES))
             on_page = {*steps[::every], *steps[-1:]}
             left_out += len(steps) - len(on_page)
-            lacking: set[str] = set()
             for step, step_samples in groupby(samples, key=lambda sample: sample["step"]):
                 if step in on_page:
                     step_groups = make_groups(run, list(step_samples))
                     if step in token_files:
-                        lacking |= add_visits(step_groups, token_files[step], surrogates)
+                        add_visits(step_groups, token_files[step], surrogates)
                     groups += step_groups
-            if lacking:
-                warn(f"{folder / TOKENS} has no {', '.join(sorted(lacking))}; left out")
     return {"groups": groups, "left_out": left_out}
 
 
@@ -221,18 +218,16 @@ def make_groups(run: int, samples: Sequence[Record]) -> list[Record]:
     return groups
 
 
-def add_visits(groups: Sequence[Record], file: Path, surrogates: dict[str, Surrogate]) -> set[str]:
-    """Add to a rollout's completions the visits to their tokens that its file has; returns the columns that it lacks.
+def add_visits(groups: Sequence[Record], file: Path, surrogates: dict[str, Surrogate]) -> None:
+    """Add to a rollout's completions the visits to their tokens that its file has.
 
     Of the copies of a problem that comes twice in a rollout, a visit belongs to the one with its text and advantage.
     """
     try:
-        table = pd.read_parquet(file)
-        lacking = TOKEN_TYPES.keys() - {*table}
-        table = table.reindex(columns=[*TOKEN_TYPES]).astype(TOKEN_TYPES)
+        table = pd.read_parquet(file).reindex(columns=[*TOKEN_TYPES]).astype(TOKEN_TYPES)
     except (OSError, ValueError, *DAMAGE) as error:
         warn(f"{file} is not what a run records ({error}); left out")
-        return set()
+        return
     keys = ["step", "problem", "sample"]
     begins = (table[keys] != table[keys].shift()).any(axis=1) | (table["position"] <= table["position"].shift())
     table["visit"] = begins.cumsum()
@@ -251,7 +246,6 @@ def add_visits(groups: Sequence[Record], file: Path, surrogates: dict[str, Surro
         if one["recorded"] is None:
             one["recorded"] = describe_tokens(visit)
         one["recorded"]["visits"].append(describe_visit(visit, surrogates))
-    return lacking
 
 
 def likeness(text: str, advantage: float, completion: Record) -> tuple[int, float, int]:
