@@ -213,9 +213,9 @@ def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd
 
 
 def add_holm(differences: pd.DataFrame) -> pd.DataFrame:
-    """The cells with p, of a paired t-test that a mean difference is 0, and holm, adjusted for the number of them (Holm 1979).
+    """The cells with p, of a paired t-test that a mean difference is 0, and holm, p adjusted for their number.
 
-    Missing where there is no interval. Differences of 0 in all seeds have p = 1.
+    By Holm (1979). Missing where there is no interval. Differences of 0 in all seeds have p = 1.
     """
     mean, sem, seeds = (differences[name].astype(float) for name in ("mean", "sem", "seeds"))
     p = 2 * t.sf((mean.abs() / sem).where(mean != 0, 0.0), seeds - 1)
