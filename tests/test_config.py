@@ -122,6 +122,7 @@ def test_the_later_of_file_and_switch_wins(tmp_path):
         (["--config=dapo", "--algorithm.surrogate={init_args: {epsilon: 0.1}}"], Clip(0.1, 0.28)),
         (["--config=dapo", "--algorithm=part.yaml"], GSPO()),  # no epsilon_high of dapo's
         (["--config=dapo", "--config=pipe"], GSPO(0.01)),
+        (["--config=dapo", "--algorithm=pipe"], GSPO()),
     ],
     ids=str,
 )
@@ -130,7 +131,8 @@ def test_a_class_begins_with_its_own_defaults(yaml_file, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     Path("part.yaml").write_text("surrogate: GSPO\n")
     os.mkfifo("pipe")
-    writer = threading.Thread(target=Path("pipe").write_bytes, args=[Path("own.yaml").read_bytes()], daemon=True)
+    content = Path("part.yaml" if "--algorithm=pipe" in args else "own.yaml").read_bytes()
+    writer = threading.Thread(target=Path("pipe").write_bytes, args=[content], daemon=True)
     writer.start()
     assert train_config(*args).algorithm.surrogate == expected
 

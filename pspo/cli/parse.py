@@ -276,19 +276,22 @@ def put(settings: Settings, name: str, value: Any, owner: str) -> None:
     """
     argument = name.removeprefix(owner).removeprefix(".")
     if argument == "init_args":
-        value = {"init_args": value}
-    elif argument and argument != "class_path":
-        value = {"init_args": {argument.removeprefix("init_args."): value}}
-    old = settings.get(owner)
-    last = old[-1] if isinstance(old, list) and old else old
-    spec = {"class_path": last} if isinstance(last, str) else last or {}
-    if not isinstance(value, dict) or value.keys() != {"init_args"}:
-        settings[owner] = value
-    elif owner in MAPPINGS:
-        settings[owner] = spec | value["init_args"]
+        arguments = value
+    elif argument not in ("", "class_path"):
+        arguments = {argument.removeprefix("init_args."): value}
+    elif isinstance(value, dict) and value.keys() == {"init_args"}:
+        arguments = value["init_args"]
     else:
-        spec = spec | {"init_args": (spec.get("init_args") or {}) | value["init_args"]}
-        settings[owner] = [*old[:-1], spec] if isinstance(old, list) else spec
+        settings[owner] = value
+        return
+    old = settings.get(owner)
+    if owner in MAPPINGS:
+        settings[owner] = (old if isinstance(old, dict) else {}) | arguments
+        return
+    *others, last = old if isinstance(old, list) and old else [old]
+    spec = {"class_path": last} if isinstance(last, str) else last or {}
+    spec = spec | {"init_args": (spec.get("init_args") or {}) | arguments}
+    settings[owner] = [*others, spec] if isinstance(old, list) else spec
 
 
 def config_file(name: str) -> Path:
