@@ -1,64 +1,48 @@
-"""The page of `pspo_lab.view` in a browser: Debian's Chromium (chromium and chromium-driver), driven by selenium."""
+"""The page of `pspo view` in a browser, Chromium: nothing that a model wrote runs, on any of its tabs."""
 
 import json
 import shutil
+import subprocess
 
 import pytest
-from processes import until
-from test_view import HOSTILE
+from test_view import HOSTILE, train_run
 
 from pspo.cli.files import read_jsonl
-from pspo.train import main as train
 from pspo_lab.view_command import make_page
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.skipif(shutil.which("chromedriver") is None, reason="needs Chromium and its driver"),
+    pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium"),
 ]
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
-         "--disable-background-networking", "--disable-component-update", "--disable-sync")  # fmt: skip
+CLICKS = """<script>
+const errors = [], texts = [];
+addEventListener("error", (event) => errors.push(event.message));
+const wait = setInterval(() => {
+  if (document.body.dataset.ready !== "true") return;
+  clearInterval(wait);
+  for (const tab of ["curves", "groups", "tokens", "tests", "findings"]) {
+    document.getElementById(`tab-${tab}`).click();
+    const slider = document.getElementById("step");
+    if (tab === "groups") { slider.value = slider.max; slider.dispatchEvent(new Event("change")); }
+    texts.push(document.getElementById("main").innerText.includes(" alone"));
+  }
+  document.body.textContent = `${errors} ${texts} ${document.body.dataset.hacked}
+    ${performance.getEntriesByType("resource").length}`;
+}, 50);
+</script>"""
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run, one of whose recorded groups is made of hostile texts."""
-    folder = tmp_path_factory.mktemp("page") / "run"
-    train([
-        "--run.max_steps=8", "--rollout.prompts=4", "--rollout.max_completion_tokens=32", "--run.test_limit=16",
-        "--run.validate_every=4", "--run.validation_limit=4", "--data.limit=20", "--algorithm.surrogate=Clip",
-        "--optimizer.lr=1e-3", "--run.record_tokens=4", "--run.quiet", f"--run.output_dir={folder}",
-    ])  # fmt: skip
-    samples = read_jsonl(folder / "samples.jsonl")
-    hostile = [sample | {"prompt": text, "completion": text, "step": 1000, "sample": i} for i, (sample, text) in
-               enumerate(zip(samples, HOSTILE, strict=False))]  # fmt: skip
-    lines = "".join(json.dumps(sample) + "\n" for sample in samples + hostile)
-    (folder / "samples.jsonl").write_text(lines)
-    (folder / "view.html").write_text(make_page([folder]), encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def browser():
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for flag in FLAGS:
-        options.add_argument(flag)
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
-    yield driver
-    driver.quit()
-
-
-def test_nothing_hostile_runs(browser, run):
-    browser.get(f"file://{run}/view.html")
-    until(lambda: browser.execute_script("return document.body.dataset.ready") == "true")
-    for tab in ("curves", "groups", "tokens", "tests", "findings"):
-        browser.find_element("id", f"tab-{tab}").click()
-        if tab == "groups":
-            browser.execute_script("const slider = document.getElementById('step'); slider.value = slider.max;"
-                                   "slider.dispatchEvent(new Event('change'))")  # fmt: skip
-            assert browser.execute_script("return document.getElementById('main').innerText.includes(' alone')")
-    assert browser.execute_script("return document.body.dataset.hacked ?? null") is None
-    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
-    assert browser.get_log("browser") == []
+def test_nothing_hostile_runs(tmp_path):
+    """A run, one of whose recorded groups is made of hostile texts; the group is seen in its tab alone."""
+    train_run(tmp_path / "run", 0)
+    sample = read_jsonl(tmp_path / "run/samples.jsonl")[0]
+    hostile = [sample | {"prompt": text, "completion": text, "step": 1000, "sample": i} for i, text in
+               enumerate(HOSTILE)]  # fmt: skip
+    with (tmp_path / "run/samples.jsonl").open("a") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in hostile))
+    page = make_page([tmp_path / "run"]).replace("</body>", f"{CLICKS}</body>")
+    (tmp_path / "view.html").write_text(page, encoding="utf-8")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    done = subprocess.run([*command, f"file://{tmp_path}/view.html"], capture_output=True, text=True)
+    body = done.stdout.rpartition("<body")[2].partition(">")[2].partition("</body>")[0]
+    assert body.split() == ["false,true,false,false,false", "undefined", "0"]

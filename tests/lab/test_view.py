@@ -28,16 +28,20 @@ HOSTILE = [
 ]
 
 
+def train_run(folder: Path, seed: int) -> None:
+    train([
+        "--run.max_steps=8", "--rollout.prompts=4", "--rollout.max_completion_tokens=32", "--run.test_limit=24",
+        "--run.validate_every=4", "--run.validation_limit=4", "--data.limit=64", "--algorithm.surrogate=Clip",
+        "--optimizer.lr=3e-4", "--run.record_tokens=4", "--run.quiet", f"--run.seed={seed}",
+        f"--run.output_dir={folder}",
+    ])  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("view")
     for seed in (0, 1):
-        train([
-            "--run.max_steps=8", "--rollout.prompts=4", "--rollout.max_completion_tokens=32", "--run.test_limit=24",
-            "--run.validate_every=4", "--run.validation_limit=4", "--data.limit=64", "--algorithm.surrogate=Clip",
-            "--optimizer.lr=3e-4", "--run.record_tokens=4", "--run.quiet", f"--run.seed={seed}",
-            f"--run.output_dir={folder}/seed-{seed}",
-        ])  # fmt: skip
+        train_run(folder / f"seed-{seed}", seed)
     return folder
 
 
