@@ -22,7 +22,7 @@ import pspo.__main__
 import pspo.config
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
-import pspo.run.prepare
+import pspo.run.run
 from pspo.cli.files import append_jsonl, differences, lock_folder, read_config, read_json, read_jsonl
 from pspo.model import ASSETS, load_tokenizer
 from pspo.run.card import describe_results
@@ -376,7 +376,7 @@ def test_what_cannot_be_loaded_is_refused_by_name(bad_input, monkeypatch, refuse
 @pytest.mark.parametrize("switch", ["run.max_steps=-1", "rollout.group_sise=4", "run.output_dir=thesis.tex/below"])
 def test_a_bad_configuration_stops_before_anything_is_loaded(here, refused, monkeypatch, switch):
     (here / "thesis.tex").write_text("mine")
-    monkeypatch.setattr(pspo.run.prepare, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
+    monkeypatch.setattr(pspo.run.run, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
     assert switch.partition("=")[0] in refused(train, f"--{switch}")
 
 

@@ -28,14 +28,14 @@ from test_damage import flip, stamps
 from test_resume import CONSTANT, MODES, TINY, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
 
 import pspo.cli.python
-import pspo.run.prepare
+import pspo.run.run
 from pspo.cli.files import read_jsonl, to_yaml
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.run.folders import checkpoints
 from pspo.run.resume import check_same
 from pspo.run.validator import Validator
-from pspo.train import main
+from pspo.train import loop, main
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -53,7 +53,7 @@ def test_two_unnamed_runs_that_begin_in_one_second(monkeypatch):
     assert not Path("runs").exists()
 
     def action() -> int:
-        before("make_learner", at_call(1, lambda: forked(lambda: unnamed())), pspo.run.prepare)
+        before("make_learner", at_call(1, lambda: forked(lambda: unnamed())), pspo.run.run)
         return unnamed()
 
     def unnamed() -> int:
@@ -64,7 +64,7 @@ def test_two_unnamed_runs_that_begin_in_one_second(monkeypatch):
     assert names == ["now", "now-2"]
 
 
-@pytest.mark.parametrize(("owner", "function"), [(pspo.train, "draw"), (pspo.run.prepare, "make_learner")])
+@pytest.mark.parametrize(("owner", "function"), [(loop, "draw"), (pspo.run.run, "make_learner")])
 def test_two_runs_in_one_folder(whole, capfd, owner, function):
     """The other one is started while the first one draws, or while it loads its model."""
 
@@ -323,7 +323,7 @@ def test_what_cannot_be_forked_is_refused(cut_off, capfd):
     for checkpoint in checkpoints(Path("sharded")):
         (checkpoint / "shards").mkdir()
     assert train("refused", "--run.fork_from=sharded") == 2
-    assert "--distributed.strategy: " in capfd.readouterr().err
+    assert "--distributed.strategy; or train from it" in capfd.readouterr().err
     assert train("done", CONSTANT, "--run.fork_from=out", "--run.max_steps=4") == 2
     assert "step-000004 has taken 4 steps, of" in capfd.readouterr().err
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from processes import one_layer
 
-import pspo.run.prepare
+import pspo.run.run
 from pspo.cli.files import read_jsonl
 from pspo.run.trackers import MODULES
 from pspo.train import main
@@ -83,7 +83,7 @@ def test_tensorboard_holds_the_lines_of_metrics_jsonl(here):
 @pytest.mark.parametrize("name", list(MODULES))
 def test_a_missing_package_is_named_before_anything_is_loaded(here, capsys, monkeypatch, name):
     monkeypatch.setitem(sys.modules, MODULES[name], None)  # as Python marks what cannot be imported
-    monkeypatch.setattr(pspo.run.prepare, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
+    monkeypatch.setattr(pspo.run.run, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
     with pytest.raises(SystemExit, match="2"):
         main([*ARGS, f"--run.tracker={name}"])
     assert f"pip install 'pspo[{name}]'\n" in capsys.readouterr().err

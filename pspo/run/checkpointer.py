@@ -32,8 +32,8 @@ class Checkpointer:
 
     Attributes:
         parts: those that have a ``state_dict``, by name; one with ``per_rank = True`` has another state on each rank.
-        snapshot: the states between two rollouts, or before a validation: as what a run is saved that is stopped, or
-            whose user's code raises; {} where there is nothing to save.
+        snapshot: the parts' states before a rollout or a validation. If that is stopped, or a user's code raises in it,
+            they are what is saved. {} where they would not fit the weights.
     """
 
     def __init__(self, config: TrainConfig, parts: dict[str, Any], output: Path) -> None:
@@ -98,15 +98,7 @@ class Checkpointer:
 
         On another number of ranks those that differ by rank are left out, and the generators are seeded anew.
         """
-        policy = self.learner.policy
-        is_sharded = dist.is_sharded(policy)
-        if (folder / "shards").exists() != is_sharded:
-            fix = "without fsdp2" if is_sharded else "with fsdp2"
-            raise ValueError(f"--distributed.strategy: {folder} was saved {fix}, and is loaded {fix} alone")
-        if is_sharded:
-            dist.load_shards(folder / "shards", policy, self.learner.optimizer)
-        else:
-            self.load_weights(folder)
+        self.load_weights(folder)
         states = torch.load(folder / "parts.pt", map_location="cpu", weights_only=True)
         ranks = len(list(folder.glob("rank-*.pt")))
         if ranks == dist.world_size():
@@ -119,25 +111,32 @@ class Checkpointer:
         return states
 
     def load_weights(self, folder: Path) -> None:
-        """Load a checkpoint's weights, or its adapters; ValueError if they are of another model or rank."""
+        """Load a checkpoint's shards, adapters or whole weights; ValueError if they are not of this model."""
         policy = self.learner.policy
-        fix = "fork under its model, with LoRA if that is what it trained; or train from it, named as a model"
+        is_sharded = dist.is_sharded(policy)
+        fix = "fork under its model, --model.lora and --distributed.strategy; or train from it, named as a model"
         misfit = f"the weights of {folder} are not of this model: {fix}"
+        if (folder / "shards").exists() != is_sharded:
+            raise ValueError(misfit)
+        if is_sharded:
+            dist.load_shards(folder / "shards", policy, self.learner.optimizer)
+            return
         if (folder / "adapter_config.json").exists() != has_adapters(policy):
             raise ValueError(misfit)
         if has_adapters(policy):
-            base = read_adapter_config(folder).get("base_model_name_or_path")
+            base = read_adapter_config(folder)["base_model_name_or_path"]
             if Path(base).resolve() != Path(policy.peft_config["default"].base_model_name_or_path).resolve():
                 raise ValueError(misfit)
-        else:
-            saved = load_policy(replace(self.config.model, name_or_path=str(folder), revision=None), policy.device)
-        try:
-            if has_adapters(policy):
+            try:
                 fill_adapters(policy, str(folder))
-            else:
-                policy.load_state_dict(saved.state_dict())  # into the same memory: other alignment, other sums
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(misfit) from error
+            except ValueError as error:
+                raise ValueError(misfit) from error
+            return
+        model = replace(self.config.model, name_or_path=str(folder), revision=None)
+        weights = load_policy(model, policy.device).state_dict()
+        if {name: w.shape for name, w in weights.items()} != {name: w.shape for name, w in policy.state_dict().items()}:
+            raise ValueError(misfit)
+        policy.load_state_dict(weights)  # into the same memory: other alignment, other sums
 
 
 def check_loadable(name: str, state: Any) -> None:

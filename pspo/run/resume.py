@@ -28,7 +28,7 @@ from pspo.run.folders import (
 )
 from pspo.update.tokens import TOKENS
 
-FREE = {  # switches that may differ in a resumed run: they change no number, unless a reward fails; and an engine's
+FREE = {  # may differ in a resumed run, as an engine's arguments may: no number depends on them unless a reward fails
     "data.path", "reward.on_error", "reward.timeout", "reward.workers", "run.keep", "run.output_dir", "run.quiet",
     "run.save_every", "run.tracker",
 }  # fmt: skip

@@ -3,63 +3,111 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from pspo import distributed as dist
 from pspo.cli.failures import end_together
 from pspo.cli.files import Settings, write_json, write_text
 from pspo.config import TrainConfig
+from pspo.environments import EnvironmentSampler
+from pspo.model import load_tokenizer
 from pspo.model.device import peak_memory_gb
-from pspo.rollout import Experience, How, PromptStream, Sampler
+from pspo.model.find import token_ids
+from pspo.rollout import Experience, How, PolicySampler, PromptStream, make_sampling
+from pspo.rollout.engine import find_engine, start_engine
 from pspo.rollout.experience import Delay
 from pspo.rollout.generators import Generators
+from pspo.rollout.prompts import load_splits
+from pspo.rollout.sampler import check_decoding
 from pspo.run.card import model_card
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import write_errors
 from pspo.run.recorder import Recorder
+from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
 from pspo.signals import Stopped, StopSignals
+from pspo.tasks.environment import load_class
 from pspo.tasks.failures import undo_changes
-from pspo.update.learner import Learner
+from pspo.update.learner import make_learner
+from pspo.update.optimizers import check_optimizer
 
 
-@dataclass
 class Run:
-    """The parts of a run, as `pspo.run.prepare.prepare` makes them, new or resumed.
+    """The parts of a run.
 
     Attributes:
         settings: the configuration as ``config.yaml`` has it.
-        how: rollouts are drawn, with ``gathered_weights()``, of a sharded policy, around each draw.
-        resources: the folder's lock and the engine, closed with the run.
+        how: how the sampler draws rollouts.
+        gathered_weights: a context around each draw, in which a sharded policy that draws has all its weights.
+        delay: None without --rollout.lag.
+        resources: closed with the run: the folder's lock, the engine.
         on_rollout: called with each rollout and the metrics of its optimizer steps.
     """
 
-    config: TrainConfig
-    settings: Settings
-    output: Path
-    stream: PromptStream
-    sampler: Sampler
-    how: How
-    gathered_weights: Callable[
-        [], contextlib.AbstractContextManager[None]
-    ]  # of a sharded policy that draws, around each draw
-    delay: Delay | None  # with --rollout.lag
-    learner: Learner
-    validator: Validator
-    recorder: Recorder
-    generators: Generators
-    signals: StopSignals
-    resources: contextlib.ExitStack
     on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None
 
-    def __post_init__(self) -> None:
-        names = ("stream", "learner", "validator", "recorder", "delay", "generators")  # a delay's state ends a drawing
-        parts = {name: getattr(self, name) for name in names}
-        parts["algorithm.surrogate"] = self.config.algorithm.surrogate
-        parts |= {f"algorithm.terms.{i}": term for i, term in enumerate(self.config.algorithm.loss_terms)}
-        self.checkpointer = Checkpointer(self.config, parts, self.output)
+    def __init__(self, config: TrainConfig, settings: Settings, output: Path, resources: contextlib.ExitStack) -> None:
+        """Load data and model, and make the parts; what can be refused without the model is refused before it."""
+        check_tracker(config.run.tracker)
+        check_optimizer(config.optimizer)
+        engine = None if config.rollout.engine is None else find_engine(config.rollout.engine)
+        make_environment = load_class(config.rollout.environment, "rollout.environment")
+        tokenizer = load_tokenizer(config.model, config.data)
+        token_ids(tokenizer, config.rollout.stop_tokens or ())
+        prompts = load_splits(config, tokenizer, make_environment)
+
+        device = dist.local_device()
+        self.config = config
+        self.settings = settings
+        self.output = output
+        self.resources = resources
+        self.signals = StopSignals()
+        self.generators = Generators(device, config.run.seed)
+        if device.type == "cpu":  # otherwise several threads add up gradients in any order
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        with self.generators.sampling():
+            self.learner = make_learner(config, device)
+        policy = self.learner.policy
+        sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
+        check_decoding(policy, tokenizer, sampling, prompts["train"], config.model.autocast)
+        self.how = How(sampling, policy if engine is None else None, self.generators)
+        self.gathered_weights = contextlib.nullcontext
+        if dist.is_sharded(self.how.model):
+            self.gathered_weights = partial(dist.unsharded, policy)
+        self.sampler = PolicySampler(tokenizer, config.model.autocast, self.signals)
+        engine_sampler = None
+        if engine is not None:
+            resources.callback(engine.close)
+            if device.type == "cpu" and config.draws_ahead:  # during the update: more threads than cores stall
+                resources.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+            engine_sampler = start_engine(engine, config, self.learner, self.sampler, prompts, self.how)
+            self.sampler = engine_sampler
+        if make_environment is not None:
+            self.sampler = EnvironmentSampler(self.sampler, make_environment, tokenizer, policy.config)
+        self.stream = PromptStream(prompts["train"], config)
+        self.delay = None
+        if config.rollout.lag > 0:
+            prefetching = engine_sampler if config.draws_ahead else None
+            self.delay = Delay(config.rollout, self.stream, self.how, prefetching)
+        self.recorder = Recorder(config, self.learner, tokenizer, prompts["train"], output)
+        self.validator = Validator(config, self.sampler, self.how, self.recorder, prompts)
+        parts = {
+            "stream": self.stream,
+            "learner": self.learner,
+            "validator": self.validator,
+            "recorder": self.recorder,
+            "delay": self.delay,  # before the generators: its state waits for what is drawn ahead
+            "generators": self.generators,
+            "algorithm.surrogate": config.algorithm.surrogate,
+        }
+        parts |= {f"algorithm.terms.{i}": term for i, term in enumerate(config.algorithm.loss_terms)}
+        self.checkpointer = Checkpointer(config, parts, output)
 
     def start(self) -> None:
         """Start tracker and progress bar; test and validate the model, unless that is done."""
