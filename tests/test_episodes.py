@@ -19,7 +19,7 @@ from pspo.config import DataConfig, ModelConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.environments.episodes import observation_ids
 from pspo.environments.tools import parse_calls
-from pspo.model import ASSETS, load_model_config, load_policy, load_tokenizer, token_logprobs
+from pspo.model import ASSETS, load_model_config, load_policy, load_tokenizer
 from pspo.model.chat import completion_texts, encode, render_prompts
 from pspo.model.find import set_template_defaults
 from pspo.rollout import How, PolicySampler, Prompts, Rollout, encode_prompts, left_pad, load_prompts, make_sampling
@@ -401,21 +401,6 @@ def test_an_observation_with_a_token_that_the_model_does_not_have_is_refused(tok
 
 
 # ---------------------------------------------------------------- exactness
-
-
-def test_log_probs_of_an_episode_are_the_plain_models(policy, tokenizer, sampling, prompts):
-    torch.manual_seed(0)
-    sampler = EnvironmentSampler(PolicySampler(tokenizer), Echo, tokenizer, policy.config)
-    rollout = sampler.draw(prompts, 2, How(replace(sampling, max_completion_tokens=90), policy))
-    assert rollout.turns.max() == 3
-    with torch.no_grad():
-        logprobs = token_logprobs(policy, *rollout.token_ids)
-        for row in range(len(rollout)):
-            prompt = rollout.prompt_ids[row][rollout.prompt_mask[row]]
-            completion = rollout.completion_ids[row][rollout.completion_mask[row]]
-            logits = policy(input_ids=torch.cat([prompt, completion])[None]).logits[0]
-            plain = logits.log_softmax(dim=-1)[len(prompt) - 1 : -1].gather(1, completion[:, None]).squeeze(1)
-            torch.testing.assert_close(logprobs[row, : len(completion)], plain, rtol=0, atol=2e-5)
 
 
 # ---------------------------------------------------------------- rewards, evaluation, settings

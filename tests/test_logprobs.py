@@ -1,7 +1,6 @@
 """Log-probs against the plain way to compute them, one unpadded row at a time."""
 
 import math
-import weakref
 
 import pytest
 import reference
@@ -176,32 +175,6 @@ def test_no_tensor_of_all_logits_ever_exists(tiny_model, monkeypatch):
         largest[tokens] = (forward.numel, backward.numel, of_entropies.numel)
     assert largest[B * T] == (B * T * V,) * 3  # the meter sees them where they exist
     assert largest[10] == (V * H,) * 3  # no more than the embedding and its gradient, a third of B T V
-
-
-class Logits(TorchDispatchMode):
-    """Remembers tensors of logits or probabilities (n, V) as long as they live."""
-
-    def __init__(self, vocab: int):
-        super().__init__()
-        self.vocab = vocab
-        self.tensors: list[weakref.ref] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.shape[-1:] == (self.vocab,) and out.is_floating_point():
-            self.tensors.append(weakref.ref(out))
-        return out
-
-
-def test_pieces_that_are_recomputed_are_not_held(tiny_model, monkeypatch):
-    model, rows = tiny_model(vocab_size=2000), make_rows((4,) * 8, (12,) * 8, vocab=2000)
-    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", 1)
-    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 10 * 4 * 2000)
-    with Logits(2000) as logits:
-        logprobs = token_logprobs(model, *rows)
-    assert len(logits.tensors) > 10
-    assert not any(tensor() is not None for tensor in logits.tensors)
-    assert logprobs.requires_grad
 
 
 @pytest.mark.parametrize(("spread", "nucleus", "cached"), [(1.0, 0, 1), (30.0, 0, 2**16), (30.0, 7, 1)])

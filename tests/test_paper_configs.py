@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from processes import one_layer
 
-from pspo.cli.files import differences, read_json
+from pspo.cli.files import differences
 from pspo.cli.parse import parse
 from pspo.config import (
     SYSTEM_PROMPT,
@@ -20,7 +19,6 @@ from pspo.config import (
     TrainConfig,
 )
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
-from pspo.train import main
 from pspo_lab.sweep_plan import SweepConfig, make_plan
 
 PAPER = Path(__file__).parents[1] / "configs" / "paper"
@@ -105,13 +103,3 @@ def test_the_sweep_of_the_main_table_has_its_rows_and_settings(monkeypatch, proc
             assert config["model"]["revision"] is not None or "Math" in model
     assert found == set(paper[["model", "data", "method"]].itertuples(index=False, name=None))
     assert untrained == experiments
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_files_train_a_stand_in_model(method, tmp_path):
-    """One rollout of the embedded model on generated problems, all else as the files say."""
-    args = [f"--model.name_or_path={one_layer()}", "--data.name=arithmetic", "--run.max_tokens=1",
-            "--rollout.prompts=2", "--rollout.max_completion_tokens=4", "--run.validation_limit=2",
-            "--data.limit=9"]  # fmt: skip
-    main([*switches(method), *args, f"--run.output_dir={tmp_path / 'run'}"])
-    assert read_json(tmp_path / "run/summary.json")["optimizer_steps"] == METHODS[method][2]
