@@ -1,4 +1,4 @@
-"""Start a vLLM server that draws for a trainer: ``pspo serve --model.name_or_path tiny-base --port 8000``.
+"""Start a vLLM server that draws for a trainer: ``pspo serve --model.name_or_path tiny-base --max_tokens 512``.
 
 It starts from random weights: a trainer, with --rollout.engine pspo_vllm.Servers, pushes its own before it draws.
 ``/health`` answers when it is ready.
