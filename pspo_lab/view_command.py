@@ -24,7 +24,7 @@ from pspo.cli.parse import user_errors
 from pspo.cli.terminal import tolerate_output
 from pspo.tasks.files import local_path, plain
 from pspo_lab.runs import read_runs, run_folders
-from pspo_lab.view_data import make_surrogate, page_data, surrogate_classes
+from pspo_lab.view_data import page_data, parse_surrogate, surrogate_classes
 
 FOLDER = Path(__file__).parent / "page"
 
@@ -45,19 +45,15 @@ def make_page(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
     title = ", ".join(root.resolve().name for root in roots[:3])
     if len(roots) > 3:
         title += " ..."
-    return template.render(title=title, data=packed_data(roots, surrogates), **assets)
-
-
-def packed_data(roots: Sequence[Path], surrogates: Sequence[str]) -> str:
-    """The page's data, base64 of gzipped JSON: nothing that a model wrote can end the element that holds it."""
-    compared = {text: make_surrogate(text) for text in surrogates}
+    compared = {text: parse_surrogate(text) for text in surrogates}
     if not compared:
         compared = {name: surrogate() for name, surrogate in surrogate_classes().items()}
     runs = read_runs(roots)
     if runs.configs.empty:
         raise ValueError(f"no run is in {', '.join(map(str, roots))}")
     content = json.dumps(plain(page_data(runs, compared))).encode()  # ASCII: lone surrogates are escaped
-    return base64.b64encode(gzip.compress(content, mtime=0)).decode()
+    data = base64.b64encode(gzip.compress(content, mtime=0)).decode()  # in which no text can end the element
+    return template.render(title=title, data=data, **assets)
 
 
 def main(args: Sequence[str] | None = None) -> None:

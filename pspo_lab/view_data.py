@@ -201,12 +201,9 @@ def make_groups(run: int, samples: Sequence[Record]) -> list[Record]:
         first = samples[start]
         completions = []
         for sample in samples[start:end]:
-            names = ("sample", "reward", "advantage", "tokens", "truncated")
-            completion = {name: sample.get(name) for name in names}
-            completion["rewards"] = sample.get("rewards", {})
-            completion["text"] = sample.get("completion", "")
-            completion["recorded"] = None
-            completions.append(completion)
+            values = {name: sample.get(name) for name in ("sample", "reward", "advantage", "tokens", "truncated")}
+            text = sample.get("completion", "")
+            completions.append(values | {"rewards": sample.get("rewards", {}), "text": text, "recorded": None})
         groups.append({
             "run": run,
             "step": first["step"],
@@ -313,7 +310,7 @@ def ratio_weights(surrogate: Surrogate, log_ratios: Tensor, advantage: float) ->
     return token_weights(surrogate.bind_step(0), log_ratios, torch.zeros_like(log_ratios), advantages, mask)
 
 
-def make_surrogate(text: str) -> Surrogate:
+def parse_surrogate(text: str) -> Surrogate:
     """A surrogate from ``PSPO``, ``Clip(epsilon=0.1)`` or ``my_loss.SoftClip(width=2)``; ValueError if it is none."""
     try:
         call = ast.parse(text, mode="eval").body
