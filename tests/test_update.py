@@ -11,25 +11,18 @@ from batches import AGGREGATIONS, SURROGATES, by_root, by_token, packing, row_me
 from naive import (
     OFF_POLICY,
     PAIRS,
-    TEMPERATURE,
     G,
     assert_equals_naive,
     make_config,
     make_rollout,
     naive_row,
-    naive_update,
     name,
     run,
     weights,
     with_sampler,
 )
 
-import pspo.model.logprobs
-from pspo.config import SYSTEM_PROMPT, ModelConfig
 from pspo.losses import GMPO, GSPO, P3O, PSPO, SAPO, TOPR, Clip, EntropyQuantile, NoClip, OffPolicyMask
-from pspo.model import load_policy, load_tokenizer, stop_token_ids
-from pspo.rollout import Sampling, encode_prompts, generate
-from pspo.tasks import load_problems
 from pspo.update.batching import split_minibatches
 
 
@@ -232,41 +225,3 @@ def test_a_split_changes_nothing(policy, surrogate, aggregation, switches):
         torch.testing.assert_close(end, expected, rtol=0, atol=1e-5 * move)  # norms are float32 in a float64 model
         for step, expected_step in zip(metrics, expected_metrics, strict=True):
             assert step == pytest.approx(expected_step, rel=1e-4, abs=1e-6)
-
-
-@pytest.fixture(scope="module")
-def real():
-    """The embedded model, a rollout of its own over prompts with one system prompt, advantages with a zero group."""
-    model, device = ModelConfig(), torch.device("cpu")
-    policy, tokenizer = load_policy(model, device), load_tokenizer(model)
-    problems = load_problems("arithmetic", "train", limit=4)
-    prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
-    sampling = Sampling(stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, TEMPERATURE, 0.95, logprobs=True)
-    torch.manual_seed(0)
-    rollout = generate(policy, tokenizer, prompts, sampling, G)
-    advantages = torch.randn(len(rollout))
-    advantages[G : 2 * G] = 0.0
-    return policy, rollout, advantages
-
-
-@pytest.mark.parametrize(("surrogate", "microbatch_tokens"), [(GSPO(0.1, 0.2), 300), (PSPO(0.3), 4096)], ids=name)
-def test_float32_gradients_of_a_real_rollout_equal_the_plain_path(real, monkeypatch, surrogate, microbatch_tokens):
-    """Everything on: shared beginnings and prompts, one pass through the head in chunks, zero-advantage rows out."""
-    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", 100)
-    policy, rollout, advantages = real
-    optimizer = {"max_grad_norm": 0.0, "microbatch_tokens": microbatch_tokens}
-    config = make_config(surrogate, epochs=2, optimizer=optimizer)
-    step, seen = torch.optim.SGD.step, []
-
-    def noted(self):
-        seen.append(torch.cat([parameter.grad.flatten() for parameter in self.param_groups[0]["params"]]))
-        step(self)
-
-    monkeypatch.setattr(torch.optim.SGD, "step", noted)
-    _, metrics = run(policy, rollout, advantages, config, sgd=0.01)
-    naive_update(policy, rollout, advantages, config, sgd=0.01)
-    assert metrics[1]["ratio_min"] < 0.9  # the second step is off-policy
-    assert metrics[1]["ratio_max"] > 1.1
-    for i, tolerance in enumerate([1e-5, 3e-5]):  # at the second step the weights themselves differ by a rounding
-        assert (seen[i] - seen[2 + i]).norm() <= tolerance * seen[2 + i].norm()
