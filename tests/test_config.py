@@ -1,11 +1,9 @@
 """Configuration: defaults, switches and files, plug-ins by import path, round trips, help, and refused values."""
 
-import importlib
 import os
 import re
 import sys
 import threading
-import time
 import typing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -175,31 +173,6 @@ def test_one_text_is_a_list_of_it():
         assert train_config("--rollout.stop_strings", text).rollout.stop_strings == [text]
     assert train_config("--rollout.stop_strings=").rollout.stop_strings == []
     assert train_config("--rollout.stop_strings", '"\\n"').rollout.stop_strings == ["\n"]
-
-
-LISTS = ["l0: &l0 [1, 2]"] + [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 5)}]" for n in range(1, 9)]
-BOMB = f"{{{', '.join(LISTS)}}}"  # eight levels, which took 40 s
-
-
-@pytest.mark.parametrize(
-    ("words", "options"),
-    [
-        ("train --config=run/config.yaml", BOMB), ("train --config=run/config.yaml", f"'{BOMB}'"),  # parsed later
-        ("train --run.output_dir=run", BOMB), ("view run", BOMB), ("report run", BOMB),
-    ],
-)  # fmt: skip
-def test_an_alias_cannot_expand_into_many_values(here, capsys, words, options):
-    (here / "run").mkdir()
-    for name, text in {"config.yaml": f"optimizer: {{options: {options}}}", "summary.json": "{}"}.items():
-        (here / "run" / name).write_text(text)
-    (here / "run/metrics.jsonl").write_text('{"step": 2}\n')
-    command, *args = words.split()
-    main = importlib.import_module(pspo.__main__.COMMANDS[command][0]).main
-    began = time.process_time()
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(args)
-    assert time.process_time() - began < 1
-    assert re.search("over 10,000 values|optimizer.options", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("surrogate", METHODS, ids=lambda surrogate: type(surrogate).__name__)

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import math
 import os
 import platform
 import re
@@ -21,7 +20,6 @@ from pspo.tasks.files import plain
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # which damaged content raises
-MAX_VALUES = 10_000  # of a YAML file, with its aliases written out
 MAPPINGS = {"data.chat_template", "data.columns", "data.hub", "optimizer.options"}  # switches whose value is a mapping
 
 
@@ -99,28 +97,18 @@ def read_config(path: Path, load: Callable[[str], Any] = yaml.safe_load) -> Sett
 
 
 def check_yaml(content: str | bytes) -> None:
-    """Raise YAMLError for a key that stands twice, or for aliases that would expand into too many values."""
-    if _expanded_size(yaml.compose(content, yaml.SafeLoader), {}) > MAX_VALUES:
-        raise yaml.YAMLError(f"over {MAX_VALUES:,} values, with its aliases written out")
+    """Raise YAMLError for a key that stands twice."""
+    yaml.load(content, _UniqueKeys)
 
 
-def _expanded_size(node: yaml.Node, sizes: dict[yaml.Node, float]) -> float:
-    """The number of values below a node, with aliases written out; YAMLError for a key that stands twice."""
-    if node not in sizes:
-        sizes[node] = math.inf  # of an alias to a node that it is in
-        children = []
-        if isinstance(node, yaml.SequenceNode):
-            children = node.value
-        elif isinstance(node, yaml.MappingNode):
-            keys = set()
-            for key, child in node.value:
-                if key.value in keys:
-                    line = key.start_mark.line + 1
-                    raise yaml.YAMLError(f"{key.value} stands twice, the second time in line {line}")
-                keys.add(key.value)
-                children.append(child)
-        sizes[node] = 1 + sum(_expanded_size(child, sizes) for child in children)
-    return sizes[node]
+class _UniqueKeys(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = []
+        for key, _ in node.value:
+            if key.value in names:
+                raise yaml.YAMLError(f"{key.value} stands twice, the second time in line {key.start_mark.line + 1}")
+            names.append(key.value)
+        return super().construct_mapping(node, deep)
 
 
 @contextlib.contextmanager
