@@ -1,4 +1,4 @@
-"""Answers: hand-written tables, round trips of every spelling, and hostile texts."""
+"""Answers: hand-written tables, comparison with huge exponents, and hostile texts."""
 
 import time
 from fractions import Fraction
@@ -154,41 +154,6 @@ def test_first_marker():
 )  # fmt: skip
 def test_contains_answer(completion, gold, found):
     assert contains_answer(completion, gold) is found
-
-
-@settings(deadline=None)
-@given(
-    st.integers(-(10**40), 10**40),
-    st.integers(0, 12),
-    st.sampled_from(["plain", "commas", "exponent", "minus", "plus", "trailing zeros"]),
-)
-def test_every_spelling_of_a_decimal_reads_back(mantissa, decimals, style):
-    value = Fraction(mantissa, 10**decimals)
-    digits = str(abs(mantissa)).rjust(decimals + 1, "0")
-    whole, part = digits[: len(digits) - decimals], digits[len(digits) - decimals :]
-    text = f"{int(whole):,}" if style == "commas" else whole
-    text += f".{part}" if decimals else ""
-    if style == "exponent":
-        text = f"{digits}e-{decimals}"
-    if style == "trailing zeros":
-        text += "000" if decimals else ".000"
-    negative, positive = MINUS if style == "minus" else "-", "+" if style == "plus" else ""
-    sign = negative if mantissa < 0 else positive
-    for completion in (f"#### {sign}{text}", f"We had 3.\n####{sign}{text}."):
-        assert extract_answer(completion) == value
-        assert matches_format(completion)
-        assert contains_answer(completion, value)
-        assert not contains_answer(completion.split("#")[-1], value + Fraction(2, 10**6))
-    assert extract_answer(rf"#### x = $\boxed{{{sign}{text}}}$ apples") == value
-
-
-@settings(deadline=None)
-@given(st.fractions(), st.sampled_from(["{n}/{d}", r"\frac{{{n}}}{{{d}}}", r"\dfrac{{ {n} }}{{ {d} }}"]))
-def test_every_spelling_of_a_fraction_reads_back(value, spelling):
-    text = ("-" if value < 0 else "") + spelling.format(n=abs(value.numerator), d=value.denominator)
-    assert parse_number(text) == value
-    assert extract_answer(f"We had 3.\n#### {text}") == value
-    assert matches_format(f"#### {text}")
 
 
 @settings(deadline=None)

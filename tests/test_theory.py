@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 
 from pspo.losses import PSPO, NoClip
 
-# Of the order of rounding in float64, on sums of up to 8 probabilities; log-ratios stay inside the clamp of +-20.
-ROUNDING = 1e-12
-
-logits = st.floats(-8.0, 8.0)
+logits = st.floats(-8.0, 8.0)  # log-ratios stay inside the clamp of +-20
 policies = (
     st.integers(2, 8)
     .flatmap(lambda actions: st.tuples(*[st.lists(logits, min_size=actions, max_size=actions)] * 2))
@@ -24,42 +21,20 @@ policies = (
 )
 
 
-def every_pair(check):
-    """Run over pairs of policies' log-probabilities, (V,) each, and over alpha."""
-    deterministic = settings(max_examples=100, deadline=None, derandomize=True, database=None)
-    return deterministic(given(policies, st.floats(0.0, 1.0) | st.sampled_from([0.0, 1.0]))(check))
-
-
-def losses(alpha, new, old, advantages):
-    """PSPO's loss of every action, (V,)."""
-    return PSPO(alpha)(new[None], old[None], advantages[None], torch.ones(1, len(new), dtype=torch.bool))[0]
-
-
 def smoothed_policy(new, old, alpha):
     """(V,) probabilities from the log-probabilities new and old, (V,) each."""
-    return old.exp() * -losses(alpha, new, old, torch.ones_like(new))
+    losses = PSPO(alpha)(new[None], old[None], torch.ones(1, 1), torch.ones(1, len(new), dtype=torch.bool))[0]
+    return old.exp() * -losses
 
 
-@every_pair
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(policies, st.floats(0.0, 1.0) | st.sampled_from([0.0, 1.0]))
 def test_smoothed_policy_is_the_mixture_and_a_distribution(pair, alpha):
     new, old = pair
     smoothed = smoothed_policy(new, old, alpha)
     torch.testing.assert_close(smoothed, (1 - alpha) * new.exp() + alpha * old.exp(), rtol=1e-12, atol=0)
-    assert smoothed.sum().item() == pytest.approx(1.0, abs=ROUNDING)
+    assert smoothed.sum().item() == pytest.approx(1.0, abs=1e-12)
     assert (smoothed > 0).all()
-
-
-@every_pair
-def test_proposition_ratios_contract_and_the_slope_never_vanishes(pair, alpha):
-    new, old = pair
-    ratio = (new - old).exp()
-    smoothed_ratio = smoothed_policy(new, old, alpha) / old.exp()
-    assert ((smoothed_ratio - 1).abs() <= (1 - alpha) * (ratio - 1).abs() + ROUNDING * (1 + ratio)).all()
-
-    # d(smoothed_ratio A)/dr by the chain rule from the package's d loss / d logprob = -d(...)/dr * r
-    logprobs, advantages = new.clone().requires_grad_(), torch.linspace(-3, 3, len(new), dtype=torch.float64)
-    (gradient,) = torch.autograd.grad(losses(alpha, logprobs, old, advantages).sum(), logprobs)
-    torch.testing.assert_close(-gradient / ratio, (1 - alpha) * advantages, rtol=1e-12, atol=1e-300)
 
 
 # ---------------------------------------------------------------- what an optimizer makes of a scaled gradient
