@@ -384,6 +384,11 @@ def test_chats_are_prompts(tmp_path, suffix):
         ("a.jsonl", '{"prompt": "p", "answer": 1, "answer": 2}', ["line 1", "'answer' is there twice"]),
         ("a.jsonl", '{"prompt": "p", "answer": 1}\n{"prompt": "\\ud800", "answer": 1}', ["record 2", "surrogate"]),
         ("a.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": 1}', ["type image"]),
+        ("a.jsonl", "7\n", ["record 1 must be an object"]),
+        ("a.jsonl", '{"prompt": "p", "answer": {"value": 1}}', ["record 1", "'answer' is a dict"]),
+        ("a.jsonl", '{"prompt": " ", "answer": 1}', ["record 1", "'prompt' is empty"]),
+        ("a.json", "[" * 100_000, []),
+        ("a.xml", "<Root>", []),
         ("a.csv", "prompt,answer\np,1\nq,1,234\n", ["line 3", "columns"]),
         ("a.csv", "prompt,answer\np,1\nq\n", ["line 3 has 1 cells, and the header 2 columns"]),
         ("a.csv", "prompt,answer,answer\np,1,2\n", ["'answer' is there twice"]),
@@ -391,6 +396,7 @@ def test_chats_are_prompts(tmp_path, suffix):
         ("a.parquet", "not parquet", []),
         ("a.jsonl.gz", "not compressed", []),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_malformed_file_is_named_with_the_record_and_the_column(tmp_path, name, content, named):
     path = tmp_path / name

@@ -1,12 +1,7 @@
-"""Fuzzing of data files and configurations: input is read rightly, or refused in one line that names it."""
+"""Fuzzing of configurations: a file is taken, or refused in one line."""
 
-import csv
-import io
-import json
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
@@ -14,72 +9,11 @@ from hypothesis import strategies as st
 
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
-from pspo.tasks import load_problems
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("here")]
 DEFAULTS = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 fixtures = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-
-# --- data files -------------------------------------------------------------------------------------------------------
-
-RECORDS = {
-    "file": [{"prompt": f"What is {n}+1?", "answer": str(n + 1), "level": "easy"} for n in range(4)],
-    "gsm8k": [{"question": "How many?", "answer": f"2+{n}=<<2+{n}={n + 2}>>{n + 2}\n#### {n + 2}"} for n in range(4)],
-    "math": [{"problem": "Find $x$.", "level": "Level 3", "type": "Algebra", "solution": r"so \boxed{\frac{6}{4}}."}],
-    "svamp": [{"Body": "Dan had 3.", "Question": "How many?", "Answer": 3.5, "Type": "Sum", "ID": "c-1"}],
-}
-ASDIV = """<?xml version="1.0"?><Root><ProblemSet><Problem ID="1" Grade="1" Source="x"><Body>B &lt; 3.
-</Body><Question>Q?</Question><Solution-Type>Sum</Solution-Type><Answer>9 (apples)</Answer></Problem></ProblemSet>
-</Root>"""
-FILES = [(name, suffix) for name in RECORDS for suffix in (".jsonl", ".json", ".csv", ".parquet")] + [("asdiv", ".xml")]
-ODD = (
-    b"", b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\n", b"\r", b'"', b"'", b"\\", b"{", b"}", b"[", b"]", b",", b":",
-    b"<", b">", b"&", b"null", b"NaN", b"-Infinity", b"1e400", b"9" * 5000, b"\\ud800", b"true", b"####", b"\\boxed{",
-    b"<Body>", b"<!DOCTYPE a [<!ENTITY b 'c'>]>", b'"answer": 1,', b"\xed\xa0\x80", b"a" * 200_000,
-)  # fmt: skip
-
-
-def spelled(name: str, suffix: str) -> bytes:
-    records, file, text = RECORDS.get(name, []), io.BytesIO(), io.StringIO()
-    if suffix == ".xml":
-        return ASDIV.encode()
-    if suffix == ".jsonl":
-        return "".join(json.dumps(record) + "\n" for record in records).encode()
-    if suffix == ".json":
-        return json.dumps(records, indent=1).encode()
-    if suffix == ".csv":
-        writer = csv.DictWriter(text, records[0])
-        writer.writeheader()
-        writer.writerows(records)
-        return text.getvalue().encode()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), file)
-    return file.getvalue()
-
-
-def loads_or_names(name: str, path: Path) -> None:
-    """Load, or raise the one ValueError, which has to name the file."""
-    try:
-        error, problems = None, load_problems(name, "test", path)
-    except ValueError as raised:
-        error = raised
-    assert problems if error is None else str(path) in str(error), error
-
-
-@pytest.mark.parametrize(("name", "suffix"), FILES)
-@settings(fixtures, max_examples=200)
-@given(edits=st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0, 0, 1, 5, 50]), st.sampled_from(ODD)), max_size=4))
-def test_a_mutated_data_file_loads_or_is_named(tmp_path, name, suffix, edits):
-    content = spelled(name, suffix)
-    for place, cut, odd in edits:
-        i = int(place * len(content))
-        content = content[:i] + odd + content[i + cut :]
-    path = tmp_path / f"test{suffix}"
-    path.write_bytes(content)
-    loads_or_names(name, path)
-
-
-# --- configurations ---------------------------------------------------------------------------------------------------
 
 WRONG = (
     "null", "true", "-1", "0", "1.5", "1e400", ".nan", "-.inf", "[]", "{}", "[1]", "{a: 1}", "'", '"', "[", "{",
