@@ -1,6 +1,7 @@
 """A run that is killed or stopped, and started again, ends as if nothing had happened, to the last bit."""
 
 import functools
+import json
 import os
 import random
 import re
@@ -176,6 +177,19 @@ def test_killed_at_every_step_a_run_ends_as_if_nothing_had_happened(whole_with, 
     if mode == "own loss":  # 6 steps of one microbatch; metrics do not count
         saved = states(checkpoints(Path("out"))[0] / "parts.pt")
         assert saved["algorithm.surrogate"] == saved["algorithm.terms.0"] == {"calls": 6}
+
+
+def test_a_best_model_newer_than_the_checkpoint_stays(monkeypatch):
+    """Validation finds each model better than the one before: step 6's is in best/ when the run resumes from step 4."""
+    validation = {"validation_accuracy": 0.5}
+    monkeypatch.setattr(Validator, "measure", lambda self: validation | {"validation_reward": self.learner.steps + 1.0})
+    args = ("--run.max_steps=8", "--run.validate_every=6", "--run.save_every=4")
+    assert train("whole", *args) == 0
+    assert forked(killed_at_step(7, *args)) == -signal.SIGKILL
+    assert checkpoints(Path("out"))[0].name == "step-000004"
+    assert json.loads(Path("out/best/validation.json").read_text())["step"] == 6
+    assert train("out", *args) == 0
+    assert_same(Path("whole"), Path("out"))
 
 
 def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(whole):
