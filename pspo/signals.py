@@ -21,7 +21,7 @@ def end_with_parent() -> None:
 
 
 class Stopped(BaseException):
-    """A run that a signal stopped; saved, unless in its first test or validation.
+    """A run that a signal stopped; saved, once it has taken a step.
 
     Not an Exception: raised in the middle of a forward pass, no handler of a library may take it for a failure.
     """

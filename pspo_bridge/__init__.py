@@ -81,6 +81,8 @@ def evaluate(
     surrogate: Callable[..., Tensor], logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> Evaluation:
     """Evaluate a surrogate, or what its `bind_step` gives; tensors as `pspo.losses.Surrogate` takes them."""
+    if isinstance(surrogate, Surrogate) and surrogate.bind_step(0) is not surrogate:
+        raise ValueError(f"{surrogate!r} asks for the optimizer step, which this trainer does not tell a loss")
     mask = mask.bool()
     losses = surrogate(logprobs, old_logprobs, advantages, mask)
     check_loss(surrogate, losses, logprobs)

@@ -64,9 +64,13 @@ def check_signal(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
     first, last = metrics.ends("zero_advantage_share")
     first_reward, last_reward = metrics.ends("reward")
     learnt = last_reward >= 0.8  # a run that has learnt its problems ends without signal
-    if first <= 0.8 and (last <= 0.8 or learnt or np.isnan(last)):
+    shares = {first: first_reward} if first > 0.8 else {}  # NaN where a trainer writes none
+    if last > 0.8 and not learnt:
+        shares[last] = last_reward
+    if not shares:
         return
-    share, reward = max((first, first_reward), (last, last_reward))
+    share = max(shares)
+    reward = shares[share]
     if reward < 0.2:
         reason, other = "problems are too hard, or the format is never met", "problems of another difficulty"
     elif reward > 0.8:

@@ -306,26 +306,28 @@ def test_evaluate_refuses_to_mix_evaluations(here, refused, monkeypatch):
     assert (here / "config.yaml").read_text() == "mine: 1\n"
 
 
-def test_an_evaluation_interrupted_by_hand_resumes(here, capsys, monkeypatch):
+@pytest.mark.parametrize("done", [0, 2])
+def test_an_evaluation_interrupted_twice_by_hand_resumes(here, capsys, monkeypatch, done):
     args = ["--data.limit=4", "--eval.max_completion_tokens=4", "--eval.max_tokens=1", "--eval.temperatures=[0.7]"]
     evaluate([*args, "--run.output_dir=whole"])
     complete, calls = pspo.evaluate.evaluation.complete, []
 
     def interrupted(*arguments):
         calls.append(arguments)
-        if len(calls) == 3:
+        if len(calls) in (done + 1, done + 3):
             raise KeyboardInterrupt
         return complete(*arguments)
 
     monkeypatch.setattr(pspo.evaluate.evaluation, "complete", interrupted)
-    with pytest.raises(SystemExit, match="130"):
-        evaluate([*args, "--run.output_dir=out"])
-    assert "the same command resumes out" in capsys.readouterr().err
-    with (here / "out/completions.jsonl").open("ab") as file:
-        file.write(b'{"temperature": 0.7, "problem": 2, "sam')  # what a kill in the middle of a line leaves
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="130"):
+            evaluate([*args, "--run.output_dir=out"])
+        assert "the same command resumes out" in capsys.readouterr().err
+        with (here / "out/completions.jsonl").open("ab") as file:
+            file.write(b'{"temperature": 0.7, "problem": 2, "sam')  # what a kill in the middle of a line leaves
     evaluate([*args, "--run.output_dir=out"])
-    assert len(calls) == 5  # two before, the interrupted one, two after
-    assert "resuming out: 2 completions" in capsys.readouterr().out
+    assert len(calls) == 6  # four, and two that were interrupted
+    assert f"resuming out: {done + 1} completions" in capsys.readouterr().out
     for name in ("completions.jsonl", "results.json"):
         assert (here / "out" / name).read_bytes() == (here / "whole" / name).read_bytes()
 

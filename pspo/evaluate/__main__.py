@@ -167,7 +167,7 @@ def run(config: EvaluateConfig, settings: files.Settings, resources: contextlib.
             return
     if done:
         print(f"resuming {output}: {sum(map(len, done_by_temperature.values())):,} completions are done")
-        dist.run_on_main(lambda: files.write_text(completions_file, files.to_jsonl(done)))  # drops half a line
+    dist.run_on_main(lambda: files.write_text(completions_file, files.to_jsonl(done)))  # drops half a line
 
     evaluations = {}
     try:

@@ -57,7 +57,7 @@ def load_policy(
     is_sharded = distributed is not None and distributed.strategy == "fsdp2"
     if is_sharded:
         trains_bf16 = config.dtype == "bfloat16" and not config.has_adapters
-        require(not trains_bf16, "model.dtype", "must be float32 under fsdp2, but for LoRA", config.dtype)
+        require(not trains_bf16, "model.dtype", "must be float32 under fsdp2 unless LoRA is used", config.dtype)
         policy, weights = read_on_main(config, no_dropout, dtype)
     else:
         policy = read_policy(config, no_dropout, dtype)

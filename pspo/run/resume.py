@@ -5,7 +5,6 @@ Only switches that change no number may differ in a resumed run, see `FREE`. In 
 
 import contextlib
 import math
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -68,7 +67,7 @@ def remove_unbegun(folder: Path) -> None:
     if not files.is_run(folder):
         with contextlib.suppress(OSError):
             (folder / ".lock").unlink()
-            os.removedirs(folder)
+            folder.rmdir()
 
 
 def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]]:

@@ -23,8 +23,8 @@ from pspo.update import keep_logprobs, update
 def train(run: Run) -> dict[str, Any]:
     """Train until the run ends; returns its summary, as written to ``summary.json``.
 
-    Raises Stopped if a signal ended the run, saved unless in its first test or validation; RunFailed, saved, if a
-    reward raised, or after too many skipped steps in a row.
+    Raises Stopped when a signal ends the run, which is saved once a step was taken; RunFailed when a reward raises,
+    likewise saved, or after too many skipped steps in a row: then the last checkpoint is kept.
     """
     run.start()
     while run.begin_rollout():

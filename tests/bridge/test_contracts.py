@@ -11,7 +11,7 @@ from batches import SURROGATES, random_batch
 from torch import Tensor
 
 from pspo.losses import P3O, PSPO, Counts, Surrogate, aggregate
-from pspo_bridge import BUILT_IN, make_surrogate
+from pspo_bridge import BUILT_IN, evaluate, make_surrogate
 
 
 @dataclass
@@ -144,6 +144,18 @@ def test_names_and_import_paths():
     assert make_surrogate({"class_path": "PSPO", "init_args": {"alpha": 0.3}}) == PSPO(0.3)
     assert all(issubclass(type(make_surrogate(name)), Surrogate) for name in BUILT_IN)
     assert len(BUILT_IN) == len(SURROGATES)
+
+
+class Annealed(PSPO):
+    def __call__(self, logprobs, old_logprobs, advantages, mask, step=0):
+        return super().__call__(logprobs, old_logprobs, advantages, mask) / (1 + step)
+
+
+def test_a_loss_that_asks_for_the_step_is_refused_where_nobody_tells_it():
+    values = torch.zeros(1, 2, requires_grad=True), torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2)
+    with pytest.raises(ValueError, match="asks for the optimizer step"):
+        evaluate(Annealed(), *values)
+    assert evaluate(Annealed().bind_step(1), *values).losses.tolist() == [[-0.5, -0.5]]
 
 
 def test_losses_and_bridge_import_no_trainer():

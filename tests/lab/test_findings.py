@@ -47,6 +47,7 @@ def test_a_healthy_run_has_no_findings():
     assert found({}) == []
     assert found({"zero_advantage_share": np.linspace(0.3, 0.95, N)}) == []  # it has learnt its problems
     assert found({"steps_skipped": np.nan, "kl_sampler_old": np.nan}) == []
+    assert found({"zero_advantage_share": np.nan}) == []
     unknown = {"best": {"validation_reward": None}, "final": {"validation_reward": 0.4}}
     assert found({}, LATE | {"validation": unknown}) == []
 
