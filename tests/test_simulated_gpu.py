@@ -3,6 +3,7 @@
 Most are nightly tests. Where there is a real GPU, they run on that.
 """
 
+import json
 import math
 import os
 import shutil
@@ -238,6 +239,20 @@ def test_examples_and_the_library(tmp_path, name):
         text = text.replace("import TrainConfig", "import RunConfig, TrainConfig")
     (tmp_path / "script.py").write_text(text)
     run_on_gpu("script.py", cwd=tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(HAS_GPU, reason="a rehearsal hides a GPU")
+def test_what_a_gpu_decides_is_rehearsed(tmp_path):
+    """Every candidate, inside CUDA graphs; what is compiled elsewhere is run as it is."""
+    output = ("--minutes=30", f"--output={tmp_path}")
+    run_on_gpu("-m", "benchmarks.gpu", "--rehearse", "--part=decide", *output, cwd=TESTS.parent)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert not [result["error"] for result in results.values() if "error" in result]
+    skipped = [name for name, result in results.items() if "skipped" in result]
+    assert all("vllm" in name or "pushed" in name for name in skipped)
+    rows = [row for result in results.values() for row in result.get("rows", [])]
+    assert all(row["ok"] for row in rows if row["goal"] and row["what"] != "gain")
 
 
 # ---------------------------------------------------------------- in one process: the simulation's rules, and graphs
