@@ -26,9 +26,9 @@ from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.losses import NoClip
 from pspo.model import ASSETS
+from pspo.run.command import prepare
 from pspo.run.folders import RunFailed, checkpoints
 from pspo.run.metrics import rollout_metrics, sample_record
-from pspo.run.prepare import prepare
 from pspo.tasks import Problem, Reward
 from pspo.tasks.workers import worker_pool
 from pspo.train import main

@@ -27,7 +27,7 @@ import pspo.distributed
 import pspo.rollout.types
 from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import GSPO, PSPO, TOPR, NoClip, Surrogate, log_ratio
-from pspo.run.prepare import prepare
+from pspo.run.command import prepare
 from pspo.update import step as update_step
 from pspo.update import update
 from pspo.update.batching import split_minibatches

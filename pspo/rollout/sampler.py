@@ -48,7 +48,7 @@ class How:
 
 
 class Sampler(Protocol):
-    """What draws rollouts: the policy, an engine or an environment, chosen once in `pspo.run.prepare`."""
+    """What draws rollouts: the policy, an engine or an environment, chosen once by `pspo.run.run.Run`."""
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
         """Draw ``group_size`` completions of each prompt. Of a sharded model the weights must be gathered."""

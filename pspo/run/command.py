@@ -1,5 +1,6 @@
-"""The training loop as the command ``python -m pspo.train`` and from Python, and how it ends."""
+"""A run as the command ``python -m pspo.train`` and from Python: how it starts, and how it ends."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,17 +8,16 @@ from typing import Any
 
 from pspo import distributed as dist
 from pspo.cli.failures import EXIT_INTERRUPTED, EXIT_STOPPED, RunFailed, UserCodeFailed
-from pspo.cli.files import Settings, named_damage, read_json
+from pspo.cli.files import Settings, environment, named_damage, read_json, to_yaml, write_json, write_text
 from pspo.cli.parse import memory_errors, parse, user_errors
 from pspo.cli.python import config_from_python
-from pspo.config import RunConfig, TrainConfig
+from pspo.config import RunConfig, TrainConfig, require
 from pspo.losses import SurrogateError
 from pspo.rollout import Experience
 from pspo.rollout.engine import EngineError
 from pspo.run.folders import describe_newest
 from pspo.run.messages import print_header, print_warnings, summary_text
-from pspo.run.prepare import prepare
-from pspo.run.resume import LIMITS, check_same
+from pspo.run.resume import LIMITS, check_same, find_start, fork, resume
 from pspo.run.run import Run
 from pspo.signals import Stopped
 from pspo.tasks.failures import user_frames, user_traceback
@@ -85,6 +85,38 @@ def print_if_finished(config: RunConfig, settings: Settings) -> dict[str, Any]:
         summary["best_model"] = str(file.parent / Path(summary["best_model"]).name)
         print(f"already finished: {file}\n\n{summary_text(settings, summary)}")
     return summary
+
+
+def prepare(config: TrainConfig, settings: Settings) -> Run:
+    """Load everything, and make the run's folder or restore the run that it holds; ValueError for the user's errors.
+
+    ``settings`` is the configuration for the folder.
+    """
+    with contextlib.ExitStack() as resources:  # released if the preparation fails
+        dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
+        start = dist.run_on_main(lambda: find_start(config, settings, resources))
+        output = start.output
+        if not config.run.quiet:
+            print(f"output  {output}", flush=True)  # before anything that takes seconds
+        is_shared = all(dist.gather_objects(output.exists()))
+        rule = "must be in a folder that all nodes share"
+        dist.run_on_main(lambda: require(is_shared, "run.output_dir", rule, str(output)))
+        run = Run(config, settings, output, resources)
+        if start.checkpoint is not None:
+            resume(run.checkpointer, start.checkpoint)
+        dist.run_on_main(lambda: write_start(run))
+        if start.parent is not None:
+            fork(run.checkpointer, start.parent, settings)
+        run.resources = resources.pop_all()
+        return run
+
+
+def write_start(run: Run) -> None:
+    """Write config.yaml, and once for a run environment.json."""
+    output = run.output
+    write_text(output / "config.yaml", to_yaml(run.settings))
+    if not (output / "environment.json").exists():
+        write_json(output / "environment.json", environment(str(run.learner.policy.device), dist.world_size()))
 
 
 def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, Any]:
