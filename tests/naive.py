@@ -32,7 +32,7 @@ def make_config(surrogate=None, *, group_size=G, max_steps=100, optimizer=None, 
     return TrainConfig(
         algorithm=AlgorithmConfig(surrogate=surrogate, **algorithm),
         rollout=RolloutConfig(prompts=16, group_size=group_size, max_completion_tokens=T_MAX, temperature=TEMPERATURE),
-        optimizer=OptimizerConfig(**{"max_grad_norm": 1.0, "microbatch_tokens": 60} | (optimizer or {})),
+        optimizer=OptimizerConfig(**{"lr": 3e-5, "max_grad_norm": 1.0, "microbatch_tokens": 60} | (optimizer or {})),
         run=RunConfig(max_steps=max_steps),
     )
 

@@ -50,7 +50,7 @@ def same_weights(one: str, other: str) -> bool:
 def test_two_unnamed_runs_that_begin_in_one_second(monkeypatch):
     monkeypatch.setattr(pspo.cli.python, "time", SimpleNamespace(strftime=lambda form: "now"))
     run_command(main, *TINY, "--run.max_steps=2", "--model.name_or_path=./nowhere")
-    assert not Path("runs").exists()
+    assert not any(Path("runs").iterdir())
 
     def action() -> int:
         before("make_learner", at_call(1, lambda: forked(lambda: unnamed())), pspo.run.run)
