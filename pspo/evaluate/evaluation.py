@@ -168,7 +168,7 @@ def evaluate(
     with torch.random.fork_rng(devices), progress:
         for first in range(0, len(parts), dist.world_size()):  # ranks take turns
             together = parts[first : first + dist.world_size()]
-            number = first + min(dist.rank(), len(together) - 1)  # maybe another rank's: they gather weights in step
+            number = first + min(dist.rank(), len(together) - 1)  # spare ranks repeat the last: all gather weights
             keys = [(i, sample) for i in parts[number] for sample in range(samples)]
             records = []
             with fail_together():

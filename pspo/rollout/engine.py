@@ -89,7 +89,7 @@ class EngineSampler:
         self.pending = (prompts, group_size, how)
 
     def collect(self) -> None:
-        """Wait for what is being drawn ahead. If that fails on a rank all give it up: the next draw raises."""
+        """Wait for what is being drawn ahead. If that fails on a rank, all drop it and the next draw asks again."""
         if self.pending is None:
             return
         with suppress(Exception):  # of an engine of a user's, too

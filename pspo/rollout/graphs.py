@@ -182,7 +182,7 @@ class GraphDecoder:
         self.graphs[key].replay()
 
     def capture(self, model: PreTrainedModel, n: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
-        """Capture a step. It runs before on another stream, as a capture needs; what that changes is restored."""
+        """Capture a step, after a pass on another stream, as CUDA asks for; what that pass changes is restored."""
         counters = (self.positions, self.visible, self.column, self.length)
         changed = (*counters, self.tokens, self.ended, self.completions, self.logprobs)
         saved = [buffer.clone() for buffer in changed]

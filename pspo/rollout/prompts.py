@@ -38,7 +38,7 @@ class Prompts:
         return Prompts([self.problems[i] for i in indices], [self.ids[i] for i in indices], beginnings)
 
     def continued(self, rollout: Rollout) -> Rollout:
-        """A rollout of these prompts, its texts from the beginnings on; `completion_texts` wrote a last `<think>`."""
+        """A rollout whose texts begin as its prompts' answers did; `completion_texts` has added a last `<think>`."""
         group_size = len(rollout) // len(self)
         starts = [re.sub(r"<think>\s*$", "", text) for text in self.beginnings for _ in range(group_size)]
         return replace(rollout, texts=[start + text for start, text in zip(starts, rollout.texts, strict=True)])

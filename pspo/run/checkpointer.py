@@ -32,8 +32,8 @@ class Checkpointer:
 
     Attributes:
         parts: those that have a ``state_dict``, by name; one with ``per_rank = True`` has another state on each rank.
-        snapshot: the parts' states before a rollout or a validation. If that is stopped, or a user's code raises in it,
-            they are what is saved. {} where they would not fit the weights.
+        snapshot: the parts' states when they last matched the weights, which is what is saved if the next rollout or
+            validation is stopped or fails. {} where none matches.
     """
 
     def __init__(self, config: TrainConfig, parts: dict[str, Any], output: Path) -> None:

@@ -27,7 +27,7 @@ from pspo.run.folders import (
 )
 from pspo.update.tokens import TOKENS
 
-FREE = {  # may differ in a resumed run, as an engine's arguments may: no number depends on them unless a reward fails
+FREE = {  # may change when a run is resumed: no number depends on them, unless a reward fails
     "data.path", "reward.on_error", "reward.timeout", "reward.workers", "run.keep", "run.output_dir", "run.quiet",
     "run.save_every", "run.tracker",
 }  # fmt: skip

@@ -132,7 +132,7 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase; what stops a rank, or a user's code raises there, ends all of them, except in an update."""
+        """Time a phase. Outside an update, a stop or an exception on one rank is raised on all of them."""
         self.recorder.bar.set_description_str(f"step, {name}")
         began = time.perf_counter()
         failure = None

@@ -92,7 +92,7 @@ def pack(groups: list[list[int]], tokens: Callable[[list[int]], int], limit: flo
 
 
 def can_halve(learner: Learner, minibatch: Minibatch, error: RuntimeError) -> bool:
-    """True if memory ran out, and smaller microbatches may help; ranks with shards must run equally many passes."""
+    """True if memory ran out and halving can help; never with shards, whose ranks must run equally many passes."""
     has_rows = max(len(batch.rollout) for batch in minibatch.batches) > 1
     return has_rows and is_out_of_memory(error) and not learner.is_sharded
 
