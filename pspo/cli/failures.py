@@ -34,9 +34,9 @@ def fail_together() -> Iterator[None]:
 
 def end_together(failure: BaseException | None) -> None:
     """Raise Stopped, EngineError or UserCodeFailed (the first traceback) on all ranks, unless none has a failure."""
-    if isinstance(failure, RunFailed) or (
-        failure and is_out_of_memory(failure)
-    ):  # of memory: no user's code; RunFailed: raised on all ranks
+    if isinstance(failure, RunFailed):  # raised on all ranks
+        raise failure
+    if failure is not None and is_out_of_memory(failure):  # no user's code
         raise failure
     reason = failure
     if failure is not None and not isinstance(failure, Stopped | EngineError):

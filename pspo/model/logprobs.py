@@ -100,8 +100,10 @@ def hidden_states(
     mask = torch.cat([prompt_mask.cpu(), completion_mask.cpu()], dim=1)[:, :-1].long()
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     width = prompt_ids.shape[1]
+    if shared is None:
+        shared = shares_prompts(model)
     states = None
-    if shares_prompts(model) if shared is None else shared:
+    if shared:
         states = hidden_states_of_shared_prompts(model, ids, mask, positions, width)  # the same to rounding, less work
     return body_states(model, ids, mask, positions)[:, width - 1 :] if states is None else states
 
