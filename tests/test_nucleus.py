@@ -79,27 +79,29 @@ def test_kept_sets_are_the_nuclei_that_tokens_were_drawn_from(policy, options, d
 
 
 def renormalised(policy, rollout, i):
-    """log pi of row i's tokens over their kept sets, (T,), by a sum over each; 0 where masked."""
+    """log pi of row i's tokens over their kept sets, and these sets' entropies, (2, T), by sums; 0 where masked."""
     full, completion = full_logprobs(policy, rollout, i), rollout.completion_ids[i]
-    values = torch.zeros(len(completion), dtype=full.dtype)
+    values = torch.zeros(2, len(completion), dtype=full.dtype)
     for t, (row, kept) in enumerate(zip(full, kept_sets(rollout, i), strict=True)):
-        values[t] = row[completion[t]] - row[sorted(kept)].logsumexp(0)
+        log_p = row - row[sorted(kept)].logsumexp(0)
+        values[0, t] = log_p[completion[t]]
+        values[1, t] = -(log_p.exp() * log_p)[sorted(kept)].sum()
     return values
 
 
-@pytest.mark.parametrize("chunk_bytes", [2**24, 1])
-def test_log_probs_and_gradients_are_those_of_sums_over_the_kept_sets(policy, rollout, monkeypatch, chunk_bytes):
-    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", chunk_bytes)
+@pytest.mark.parametrize("chunk_tokens", [100, 5])
+def test_log_probs_entropies_and_gradients_are_those_of_sums_over_the_kept_sets(
+    policy, rollout, monkeypatch, chunk_tokens
+):
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", chunk_tokens)
     nucleus = rollout.nucleus.select(slice(None), rollout.completion_mask)
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(rollout.completion_mask.shape, generator=generator, dtype=torch.float64)
-    logprobs, entropies = token_logprobs(policy, *rollout.token_ids, TEMPERATURE, nucleus, with_entropies=True)
-    expected = torch.stack([renormalised(policy, rollout, i) for i in range(len(rollout))])
-    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-6)
-    assert (entropies <= rollout.nucleus.counts.log().clamp(min=0) + 1e-12).all()  # of as many tokens
+    actual = torch.stack(token_logprobs(policy, *rollout.token_ids, TEMPERATURE, nucleus, with_entropies=True))
+    expected = torch.stack([renormalised(policy, rollout, i) for i in range(len(rollout))], dim=1)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+    weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     parameters = list(policy.parameters())
-    exact = torch.autograd.grad((expected * weights).sum(), parameters)
-    gradients = torch.autograd.grad((logprobs * weights).sum(), parameters)
+    gradients, exact = (torch.autograd.grad((values * weights).sum(), parameters) for values in (actual, expected))
     for gradient, other in zip(gradients, exact, strict=True):  # the models' norms compute in float32
         torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5 * other.abs().max().item())
 
