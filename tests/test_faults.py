@@ -65,6 +65,21 @@ class Length(Reward):
         return [len(text) + row % 3 for row, text in enumerate(completions)]  # never all the same
 
 
+class RunsOut:
+    """An environment of one turn, whose 20th fails as long as the file "broken" is there: in the third rollout."""
+
+    turns = 0
+
+    def reset(self, problem):
+        return problem.prompt
+
+    def step(self, text):
+        RunsOut.turns += Path("broken").exists()
+        if RunsOut.turns == 20 and Path("broken").exists():
+            sys.exit("out of eggs")
+        return "", 0.1 * (len(text) % 3), True
+
+
 class FailsAlone(Reward):
     """Fails where a single group is drawn, in place of one without signal; the first group of a rollout has none."""
 
@@ -210,6 +225,10 @@ BAD = {  # switches, and what is shown
     ),
     "every completion": (
         ("--reward.on_error=none",), "every completion of this rollout is without a reward: {'Bad': \"KeyError"
+    ),
+    "an environment": (
+        ("--reward.functions=[test_faults.Length]", "--rollout.environment=test_faults.RunsOut"),
+        'sys.exit("out of eggs")',
     ),
     "drawn ahead": (("--rollout.engine=engines.Copy", "--rollout.lag=1"), "KeyError: 'no such key'"),
 }  # fmt: skip
