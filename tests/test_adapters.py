@@ -304,11 +304,14 @@ def test_bitsandbytes_that_is_missing_is_named(quantised, monkeypatch):
         load_policy(ModelConfig(str(quantised[0]), lora=LoraConfig(rank=4)), CPU)
 
 
+NAN = b"\x00\x00\xc0\x7f"  # in float32
 DAMAGED = {
     "half a download": ("adapter_model.safetensors", lambda content: content[: len(content) // 2]),
     "an LFS pointer": ("adapter_model.safetensors", lambda _: b"version https://git-lfs.github.com/spec/v1\n"),
     "no mapping": ("adapter_config.json", lambda _: b"[]"),
     "half a configuration": ("adapter_config.json", lambda content: content[: len(content) // 2]),
+    "another rank": ("adapter_config.json", lambda content: content.replace(b'"r": 4', b'"r": 5')),
+    "a number that is not finite": ("adapter_model.safetensors", lambda content: content[:-4] + NAN),
     "a .bin": ("adapter_model.bin", lambda _: b"version https://git-lfs.github.com/spec/v1\n"),
 }
 
@@ -324,4 +327,5 @@ def test_damaged_adapters_are_named(command, name, damage, base, here, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         command(["--model.name_or_path=adapters"])
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"--model.name_or_path: adapters/{name} " in line or f"adapters/{name}, which must hold" in line
+    assert "--model.name_or_path" in line
+    assert name in line
