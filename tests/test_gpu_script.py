@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,15 +23,7 @@ from pspo.rollout.drawing import sample_race
 from pspo.update import Learner
 from pspo.update.step import backward
 
-ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-
-
-def rehearse(output: Path, *args: str) -> str:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--output", str(output), *args]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def read(output: Path) -> dict[str, dict]:
@@ -50,16 +40,6 @@ def here(monkeypatch):
     for name in ("HF_HUB_OFFLINE", "PYTORCH_NVML_BASED_CUDA_CHECK"):  # put back afterwards
         monkeypatch.setenv(name, "1")
     return lambda output, *args: gpu.main(["--rehearse", "--output", str(output), *args])
-
-
-def assert_decoders_and_ratios(results: dict[str, dict]) -> None:
-    equal = values(results["decoders"])
-    assert [equal[f"{decoder}: share of tokens equal to hf's"] for decoder in ("pspo", "graphs")] == [1.0, 1.0]
-    assert [*values(results["ratios"]).values()] == [1.0, 1.0, 1.0]
-    for name in ("decoders", "ratios"):
-        assert {row["ok"] for row in results[name]["rows"]} <= {True, None}
-        assert {"torch", "transformers"} <= {*results[name]["environment"]["packages"]}
-        assert results[name]["date"]
 
 
 def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path, here, monkeypatch):
@@ -176,20 +156,21 @@ def test_training_candidates_have_the_gradient_of_now(name, mode):
 
 
 @pytest.mark.nightly
-def test_the_whole_rehearsal(tmp_path):
+def test_the_whole_rehearsal(tmp_path, here):
     """Everything that a CPU without TRL and vLLM can run: each function of each part."""
-    rehearse(tmp_path, "--part", "all")
+    here(tmp_path, "--part", "all")
     results = read(tmp_path)
     assert {result["part"] for result in results.values()} == {*PARTS}
     assert not [result["error"] for result in results.values() if "error" in result]
     skipped = {name: result["skipped"] for name, result in results.items() if "skipped" in result}
     assert all("a GPU" in why or "trl" in why for why in skipped.values())
-    assert {*skipped} == {
-        measurement.name
-        for measurement in (measurement for part in PARTS.values() for measurement in part)
-        if Options(tmp_path, rehearse=True).lacks(measurement.needs)
-    }
-    assert_decoders_and_ratios(results)
+    options = Options(tmp_path, rehearse=True)
+    assert {*skipped} == {each.name for part in PARTS.values() for each in part if options.lacks(each.needs)}
+    equal = values(results["decoders"])
+    assert [equal[f"{decoder}: share of tokens equal to hf's"] for decoder in ("pspo", "graphs")] == [1.0, 1.0]
+    assert [*values(results["ratios"]).values()] == [1.0, 1.0, 1.0]
+    assert {"torch", "transformers"} <= {*results["decoders"]["environment"]["packages"]}
+    assert results["decoders"]["date"]
     assert values(results["resume"]) == {"weights equal, bit for bit": True}
     for name, most in (("ddp", 1e-6), ("fsdp2", 1e-4)):
         assert max(values(results[name]).values()) < most

@@ -142,6 +142,7 @@ def test_names_and_import_paths():
     for name in ("PSPO", "pspo.PSPO", "pspo.losses.PSPO", "pspo.losses.surrogates.PSPO"):
         assert make_surrogate(name, alpha=0.3) == PSPO(0.3)
     assert make_surrogate({"class_path": "PSPO", "init_args": {"alpha": 0.3}}) == PSPO(0.3)
+    assert make_surrogate("test_contracts.Annealed", alpha=0.3) == Annealed(0.3)  # a user's own
     assert all(issubclass(type(make_surrogate(name)), Surrogate) for name in BUILT_IN)
     assert len(BUILT_IN) == len(SURROGATES)
 

@@ -5,7 +5,6 @@ import copy
 import gzip
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +13,7 @@ import torch
 from batches import SURROGATES, random_batch
 
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
-from pspo.losses import PSPO, TOPR, Clip, Counts, Surrogate, aggregate
+from pspo.losses import PSPO, TOPR, Clip, Counts, aggregate
 from pspo.model import load_policy, load_tokenizer
 from pspo.model.find import ASSETS
 from pspo.rollout import Rollout
@@ -47,19 +46,16 @@ def make_trainer(
         "num_generations": GROUP,
         "max_completion_length": LIMIT,
         "num_iterations": 2,
-        "loss_type": "dapo",
         "max_steps": 2,
         "learning_rate": 0.5,
         "lr_scheduler_type": "constant",
         "optim": "sgd",
         "max_grad_norm": 0.0,
-        "beta": 0.0,
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
         "logging_steps": 1,
         "save_strategy": "no",
-        "report_to": "none",
         "disable_tqdm": True,
         "temperature": 0.8,
     }
@@ -283,20 +279,9 @@ def test_a_record_of_rollouts_that_end_inside_a_step(tmp_path, per_generation, a
         trainer.train()
 
 
-@dataclass(frozen=True)
-class Halved(Surrogate):
-    """-r A / 2, a surrogate of a user's."""
-
-    factor: float = 0.5
-
-    def __call__(self, logprobs, old_logprobs, advantages, mask):
-        return torch.where(mask, -self.factor * (logprobs - old_logprobs).exp() * advantages, 0.0)
-
-
 @pytest.mark.parametrize(
     ("surrogate", "arguments", "message"),
     [
-        ("PSP0", {}, "there is no surrogate 'PSP0'.*one of Clip, NoClip|PSP0"),
         ({"class_path": "PSPO", "init_args": {"epsilon": 0.1}}, {}, r"PSPO\(alpha: float = 0.1\).*epsilon"),
         ("PSPO", {"epsilon": 0.1}, r"epsilon=0.1 has no effect here"),
         ("PSPO", {"loss_type": "sapo"}, "loss_type='sapo' is a loss of TRL's"),
@@ -307,11 +292,6 @@ def test_wrong_settings_are_refused_in_one_line(tmp_path, surrogate, arguments, 
     with pytest.raises(ValueError, match=message) as refusal:
         make_trainer(tmp_path, surrogate, **arguments)
     assert "\n" not in str(refusal.value)
-
-
-def test_a_surrogate_of_a_user_is_named_by_its_import_path(tmp_path):
-    trainer = make_trainer(tmp_path, {"class_path": "test_trl.Halved", "init_args": {"factor": 0.25}})
-    assert trainer.surrogate == Halved(0.25)
 
 
 def test_the_lines_of_the_guide_make_a_trainer(tmp_path, monkeypatch):

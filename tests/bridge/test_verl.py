@@ -99,14 +99,6 @@ def test_a_surrogate_of_a_user_and_defaults_without_the_section():
     assert total == pytest.approx(P3O()(logprobs, old, advantages, mask).sum().item() / mask.sum().item(), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["policy_loss.loss_mode=pspo.PSP0"], "there is no surrogate 'pspo.PSP0'"),
-        (["policy_loss.loss_mode=pspo.PSPO", "+ policy_loss.arguments.epsilon=0.1"], r"PSPO\(alpha: float = 0.1\)"),
-        (["policy_loss.loss_mode=pspo.PSPO", "+ policy_loss.arguments.alpha=2"], r"alpha must be in \[0, 1\], got 2"),
-    ],
-)
-def test_wrong_names_and_arguments_are_refused(words, message):
-    with pytest.raises(Exception, match=message):  # hydra's, with ours
-        actor_config(*words)
+def test_a_wrong_argument_is_refused_when_the_configuration_is_read():
+    with pytest.raises(Exception, match=r"alpha must be in \[0, 1\], got 2"):  # hydra's, with ours
+        actor_config("policy_loss.loss_mode=pspo.PSPO", "+ policy_loss.arguments.alpha=2")
