@@ -11,8 +11,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import date
-from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +26,7 @@ from pspo.losses import NoClip
 from pspo.model import ASSETS
 from pspo.run.command import prepare
 from pspo.run.folders import RunFailed, checkpoints
-from pspo.run.metrics import rollout_metrics, sample_record
+from pspo.run.metrics import rollout_metrics
 from pspo.tasks import Problem, Reward
 from pspo.tasks.workers import worker_pool
 from pspo.train import main
@@ -87,27 +85,6 @@ class FailsAlone(Reward):
         if len(completions) < 8:
             raise KeyError("no such key")
         return [0.0] * 4 + [float(row) for row in range(4)]
-
-
-class NoneLater(Reward):
-    """Fails for one completion of the first rollout, and has no opinion on any later one."""
-
-    def __call__(self, completions, step):
-        if step == 0 and Path("broken").exists():
-            if len(completions) == 1:
-                Path("broken").unlink()
-            raise KeyError("no such key")
-        return [float(row) for row in range(len(completions))] if step == 0 else [None] * len(completions)
-
-
-class Forks(Reward):
-    """Both processes return."""
-
-    def __call__(self, completions):
-        child = os.fork()
-        if child:
-            os.waitpid(child, 0)
-        return [float(row) for row in range(len(completions))]
 
 
 @dataclass(frozen=True)
@@ -193,17 +170,6 @@ def test_weights_that_are_not_finite_are_not_saved():
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_process_that_a_reward_forks_does_not_train_on():
-    assert train("--reward.functions=[test_faults.Forks]") == 0
-    assert [line["step"] for line in metrics()] == [2, 4, 6]
-
-
-def test_no_reward_by_design_ends_no_run_after_a_failure():
-    Path("broken").touch()
-    args = ("--reward.functions=[test_faults.NoneLater]", "--reward.on_error=none")
-    assert train(*args) == 0
 
 
 def test_a_reward_that_fails_for_all_of_a_resampled_group_does_not_end_the_run(capsys):
@@ -344,13 +310,6 @@ def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen(capsys)
         assert line["reward_std"] == line["grad_norm"] == 0
     assert "WARNING: every advantage was 0, as where all rewards of a group are equal" in capsys.readouterr().err
     assert same(load_file("out/final/model.safetensors"), start())
-
-
-def test_dates_of_the_data_are_text_in_samples_which_checkpoints_hold():
-    values = {"index": 3, "reward": 1.0, "advantage": 0.5, "tokens": 2, "truncated": False}
-    values["problem"] = Problem("?", None, {"date": date(2026, 1, 31), "price": Decimal("1.5")})
-    record = sample_record(values, 2, 0, "x")
-    assert record["fields"] == {"date": "2026-01-31", "price": 1.5}
 
 
 def test_empty_and_truncated_completions_are_counted():

@@ -47,21 +47,12 @@ def same_weights(one: str, other: str) -> bool:
 # --- the same configuration resumes -----------------------------------------------------------------------------------
 
 
-def test_two_unnamed_runs_that_begin_in_one_second(monkeypatch):
+def test_unnamed_runs_that_begin_in_one_second(monkeypatch):
+    """The first one fails, and leaves no folder."""
     monkeypatch.setattr(pspo.cli.python, "time", SimpleNamespace(strftime=lambda form: "now"))
-    run_command(main, *TINY, "--run.max_steps=2", "--model.name_or_path=./nowhere")
-    assert not any(Path("runs").iterdir())
-
-    def action() -> int:
-        before("make_learner", at_call(1, lambda: forked(lambda: unnamed())), pspo.run.run)
-        return unnamed()
-
-    def unnamed() -> int:
-        return run_command(main, *TINY, "--run.max_steps=2")
-
-    assert forked(action) == 0
-    names = sorted(path.parent.name.rpartition("-pspo-")[2] for path in Path("runs").glob("*/summary.json"))
-    assert names == ["now", "now-2"]
+    for model in ("./nowhere", one_layer(), one_layer()):
+        run_command(main, *TINY, "--run.max_steps=2", f"--model.name_or_path={model}")
+    assert sorted(path.name.rpartition("-pspo-")[2] for path in Path("runs").iterdir()) == ["now", "now-2"]
 
 
 @pytest.mark.parametrize(("owner", "function"), [(loop, "draw"), (pspo.run.run, "make_learner")])
@@ -335,11 +326,3 @@ def test_a_fork_of_a_damaged_checkpoint(cut_off, capfd):
     assert "step-000004 is damaged: model.safetensors" in capfd.readouterr().err
     assert train("fork", "--run.fork_from=out") == 0  # the newest that is whole, into the folder of the failed one
     assert [line["step"] for line in metric_lines(Path("fork"))] == [4, 6]
-
-
-def test_a_folder_with_a_configuration_that_is_no_runs_is_left_alone(here, capfd):
-    Path("config.yaml").write_text("name: my project\n")
-    Path("train.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}\n')
-    assert train(".") == 2
-    assert "--run.output_dir . already holds something, but no run" in capfd.readouterr().err
-    assert Path("train.jsonl").exists()

@@ -338,11 +338,3 @@ def test_a_stream_seeks_any_position_at_once(load_words):
         assert [stream.next(7)[0] for _ in range(9 - skipped)] == drawn[skipped:]
     stream.seek(10**15)
     assert sorted(stream.next(20)[0]) == list(range(20))  # 10**15 is a multiple of 20
-
-
-@pytest.mark.parametrize("encoding", ["Latin-1", "UTF-16"])
-def test_a_template_of_another_encoding_is_named(tmp_path, encoding):
-    file = tmp_path / "own.jinja"
-    file.write_bytes("é{{ messages[-1].content }}".encode(encoding))
-    with pytest.raises(ValueError, match=rf"template {file}: .*not UTF-8 but probably {encoding}: iconv"):
-        load_tokenizer(ModelConfig(), DataConfig(chat_template=str(file)))
