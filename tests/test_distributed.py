@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from batches import by_root, by_token, row_mean_weights
+from naive import make_rollout
 from processes import ranks
 
 import pspo.model.load
@@ -44,7 +45,7 @@ def make_config(surrogate, aggregation, model="tied", autocast="none", checkpoin
         model=ModelConfig(model, autocast=autocast, gradient_checkpointing=checkpointed),
         algorithm=AlgorithmConfig(surrogate=surrogate, aggregation=aggregation, **algorithm),
         rollout=RolloutConfig(prompts=8, group_size=4, max_completion_tokens=20, temperature=0.7),
-        optimizer=OptimizerConfig(name="sgd", lr=0.1, max_grad_norm=0.5, microbatch_tokens=250),
+        optimizer=OptimizerConfig(name="sgd", lr=0.1, max_grad_norm=0.5, microbatch_tokens=60),
         run=RunConfig(max_steps=100),
     )
 
@@ -71,26 +72,13 @@ if importlib.util.find_spec("peft") is not None:
 
 
 def make_rows() -> tuple[Rollout, torch.Tensor]:
-    """32 rows of prompts and completions of all lengths, a quarter of the groups with advantages 0."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 21, (32,), generator=generator)
-    prompts = torch.randint(3, 12, (8,), generator=generator).repeat_interleave(4)
-    ids = torch.randint(5, 500, (8, 12), generator=generator).repeat_interleave(4, dim=0)
-    advantages = torch.randn(32, generator=generator)
-    advantages[4:8] = advantages[28:] = 0
-    completions, mask = torch.randint(5, 500, (32, 20), generator=generator), torch.arange(20) < lengths[:, None]
-    nucleus_ids = (completions[..., None] + torch.arange(3)).flatten(1)  # of each token, itself and the next two
+    """32 rows of prompts and completions of all lengths, with what engines and nuclei add, and their advantages."""
+    rollout, advantages = make_rollout(groups=8)
+    mask, lengths = rollout.completion_mask, rollout.completion_mask.sum(dim=1)
+    nucleus_ids = (rollout.completion_ids[..., None] + torch.arange(3)).flatten(1)  # each token and the next two
     nucleus = Nucleus([ids[: 3 * n] for ids, n in zip(nucleus_ids, lengths, strict=True)], 3 * mask)
-    return Rollout(
-        ids,
-        torch.arange(12) >= 12 - prompts[:, None],
-        completions,
-        mask,
-        lengths < 20,
-        [""] * 32,
-        -6.3 + 0.3 * torch.randn(32, 20, generator=generator),
-        nucleus=nucleus,
-    ), advantages
+    sampler_logprobs = -6.3 + 0.3 * torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
+    return replace(rollout, sampler_logprobs=sampler_logprobs, nucleus=nucleus), advantages.float()
 
 
 def step(config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:

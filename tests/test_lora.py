@@ -3,21 +3,23 @@
 import copy
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import naive
 import pytest
 import reference
 import torch
+from naive import make_rollout
 from processes import run_command
 from safetensors.torch import load_file
-from test_update import make_rollout
 from transformers import AutoModelForCausalLM
 
 import pspo.evaluate.__main__
 import pspo.model.linear
 import pspo.run.export
 import pspo.update.step
-from pspo.config import AlgorithmConfig, LoraConfig, ModelConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from pspo.config import LoraConfig, ModelConfig
 from pspo.losses import PSPO
 from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, locate, token_logprobs
 from pspo.model.adapters import save_adapters
@@ -57,13 +59,7 @@ def make_rows() -> tuple[Rollout, torch.Tensor]:
     return rollout, advantages.float()
 
 
-def make_config(model: ModelConfig = LORA, **algorithm) -> TrainConfig:
-    return TrainConfig(
-        model=model,
-        algorithm=AlgorithmConfig(surrogate=PSPO(0.3), **algorithm),
-        rollout=RolloutConfig(prompts=4, max_completion_tokens=20, temperature=0.7),
-        optimizer=OptimizerConfig(name="sgd", lr=0.1, max_grad_norm=0),
-    )
+make_config = partial(naive.make_config, PSPO(0.3), optimizer={"name": "sgd", "lr": 0.1, "max_grad_norm": 0})
 
 
 def adapters(policy) -> dict[str, torch.Tensor]:
@@ -155,7 +151,7 @@ def test_the_reference_is_the_model_with_the_adapters_it_began_from(tmp_path):
     rollout, advantages = make_rows()
     for model in (LORA, ModelConfig(str(tmp_path))):
         policy = load_policy(model, CPU)
-        config = make_config(model, epochs=1, beta=0.1)
+        config = make_config(epochs=1, beta=0.1)
         start = token_logprobs(load_policy(model, CPU), *rollout.token_ids, 0.7).detach()
         if model is LORA:
             base = load_policy(ModelConfig("tiny-base"), CPU)
