@@ -50,6 +50,13 @@ def one_layer() -> str:
     return folder
 
 
+TINY = (  # the switches of a run of six steps that takes a second
+    f"--model.name_or_path={one_layer()}", "--rollout.prompts=2", "--rollout.max_completion_tokens=8",
+    "--rollout.temperature=1", "--run.max_steps=6", "--run.validate_every=0", "--run.test_limit=0",
+    "--run.save_every=1", "--data.limit=5", "--optimizer.lr=1e-3",
+)  # fmt: skip
+
+
 def run_command(main: Callable[[Sequence[str]], None], *args: str) -> int:
     """Exit code of a command, in this process."""
     try:

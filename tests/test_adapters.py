@@ -8,7 +8,7 @@ import torch
 import transformers
 from architectures import OUTCOMES, tiny
 from naive import make_config
-from processes import run_command
+from processes import TINY, run_command
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -279,11 +279,8 @@ def test_adapters_beside_quantised_weights_are_exact(quantised, tmp_path):
 
 def test_quantised_weights_are_trained_beside_and_not_themselves(quantised, tmp_path, capsys):
     folder, _ = quantised
-    args = [
-        f"--model.name_or_path={folder}", f"--run.output_dir={tmp_path / 'run'}", "--data.limit=9",
-        "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--run.max_steps=2", "--run.validate_every=0",
-        "--run.save_every=1", "--run.test_limit=2",
-    ]  # fmt: skip
+    run = f"--run.output_dir={tmp_path / 'run'}"
+    args = [*TINY, f"--model.name_or_path={folder}", run, "--run.max_steps=2", "--run.test_limit=2"]
     assert run_command(main, *args) == 2
     said = "its weights cannot be trained: set --model.lora.rank"
     assert f"{folder} is quantised by bitsandbytes: {said}" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import Payload, assert_same, one_layer, run_command, until
+from processes import TINY, Payload, assert_same, run_command, until
 from safetensors.torch import load_file
 
 import pspo.run.recorder
@@ -33,11 +33,6 @@ from pspo.train import main
 
 FORKS = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.usefixtures("here")
-TINY = (
-    f"--model.name_or_path={one_layer()}",
-    "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1", "--run.max_steps=6",
-    "--run.validate_every=0", "--run.test_limit=0", "--run.save_every=1", "--data.limit=5", "--optimizer.lr=1e-3",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from processes import (
     states,
 )
 from test_damage import flip, stamps
-from test_resume import CONSTANT, MODES, TINY, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
+from test_resume import CONSTANT, MODES, RUN, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
 
 import pspo.cli.python
 import pspo.run.run
@@ -51,7 +51,7 @@ def test_unnamed_runs_that_begin_in_one_second(monkeypatch):
     """The first one fails, and leaves no folder."""
     monkeypatch.setattr(pspo.cli.python, "time", SimpleNamespace(strftime=lambda form: "now"))
     for model in ("./nowhere", one_layer(), one_layer()):
-        run_command(main, *TINY, "--run.max_steps=2", f"--model.name_or_path={model}")
+        run_command(main, *RUN, "--run.max_steps=2", f"--model.name_or_path={model}")
     assert sorted(path.name.rpartition("-pspo-")[2] for path in Path("runs").iterdir()) == ["now", "now-2"]
 
 

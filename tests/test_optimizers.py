@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import one_layer, ranks
+from processes import TINY, ranks
 from safetensors.torch import load_file
 
 import pspo.update.step
@@ -103,13 +103,6 @@ def test_options_are_those_of_the_optimizers_class(tiny_model):
 # ---------------------------------------------------------------- bfloat16 weights
 
 
-TWO_RANKS = (
-    f"--model.name_or_path={one_layer()}", "--model.dtype=bfloat16", "--distributed.strategy=ddp",
-    "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1", "--run.max_steps=4",
-    "--run.validate_every=0", "--run.test_limit=0", "--run.save_every=0", "--data.limit=9", "--optimizer.lr=1e-3",
-)  # fmt: skip
-
-
 def test_rounding_is_right_on_average_and_to_a_neighbour():
     values = torch.tensor([1.0, 1 + 2**-10, -3.14159, 1e-30, 0.0, 255.7])
     generator = torch.Generator().manual_seed(0)
@@ -155,6 +148,6 @@ def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):
             return metrics
 
         pspo.update.step.take_step = step
-        main([*TWO_RANKS, f"--run.output_dir={tmp_path / 'run'}"])
+        main([*TINY, "--model.dtype=bfloat16", "--distributed.strategy=ddp", f"--run.output_dir={tmp_path / 'run'}"])
 
     assert ranks(work) == [0, 0]

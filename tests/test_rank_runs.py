@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from processes import (
+    TINY,
     assert_same,
     at_call,
     before,
@@ -39,10 +40,8 @@ if not torch.distributed.is_gloo_available():
 
 STRATEGIES = ("ddp", "fsdp2")
 SMALL = (
-    f"--model.name_or_path={one_layer()}",
-    "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--run.max_steps=6", "--run.validate_every=4",
-    "--run.validation_limit=4", "--run.test_limit=3", "--run.save_every=2", "--data.limit=9", "--run.keep=9",
-    "--optimizer.lr=1e-4", "--rollout.temperature=1",
+    *TINY, "--run.validate_every=4", "--run.validation_limit=4", "--run.test_limit=3", "--run.save_every=2",
+    "--data.limit=9", "--run.keep=9", "--optimizer.lr=1e-4",
     "--reward.functions=[{class_path: SoftOverlong, init_args: {buffer: 8}}]",  # any model's lengths differ
 )  # fmt: skip
 

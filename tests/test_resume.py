@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from processes import (
+    TINY,
     assert_same,
     at_call,
     before,
     forked,
     kill_at_file_event,
     kill_at_step,
-    one_layer,
     run_command,
     send,
     states,
@@ -37,11 +37,8 @@ from pspo.tasks import Reward
 from pspo.train import loop, main
 
 pytestmark = pytest.mark.usefixtures("here")
-TINY = (
-    f"--model.name_or_path={one_layer()}",
-    "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=1", "--run.max_steps=6",
-    "--run.validate_every=4", "--run.validation_limit=2", "--run.test_limit=0", "--run.save_every=1",
-    "--data.limit=5", "--optimizer.lr=1e-3", "--optimizer.warmup_steps=2",
+RUN = (
+    *TINY, "--run.validate_every=4", "--run.validation_limit=2", "--optimizer.warmup_steps=2",
     "--optimizer.schedule=cosine", "--reward.functions=[test_resume.Noisy]",
 )  # fmt: skip
 CONSTANT = "--optimizer.schedule=constant"
@@ -88,7 +85,7 @@ class Fading:
 
 
 def train(output: str, *args: str) -> int:
-    return run_command(main, *TINY, f"--run.output_dir={output}", *args)
+    return run_command(main, *RUN, f"--run.output_dir={output}", *args)
 
 
 @pytest.fixture(scope="module")

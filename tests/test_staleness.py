@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from naive import G, make_config, make_learner, make_rollout, naive_row, run, weights
-from processes import one_layer, plain, run_command
+from processes import TINY, plain, run_command
 
 from pspo.cli.files import read_jsonl
 from pspo.cli.parse import parse
@@ -24,10 +24,8 @@ from pspo.train import loop, main
 from pspo.update import keep_logprobs, update
 
 pytestmark = pytest.mark.usefixtures("here")
-TINY = (
-    f"--model.name_or_path={one_layer()}",
-    "--rollout.prompts=2", "--rollout.max_completion_tokens=8", "--rollout.temperature=0.7", "--run.max_steps=10",
-    "--run.validate_every=0", "--run.test_limit=0", "--run.save_every=2", "--data.limit=7", "--optimizer.lr=1e-3",
+RUN = (
+    *TINY, "--rollout.temperature=0.7", "--run.max_steps=10", "--run.save_every=2", "--data.limit=7",
     "--reward.functions=[test_staleness.Noisy]",
 )  # fmt: skip
 
@@ -40,7 +38,7 @@ class Noisy(Reward):
 
 
 def train(output: str, *args: str) -> int:
-    return run_command(main, *TINY, f"--run.output_dir={output}", *args)
+    return run_command(main, *RUN, f"--run.output_dir={output}", *args)
 
 
 # ---------------------------------------------------------------- lag

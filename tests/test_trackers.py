@@ -6,16 +6,14 @@ from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import pytest
-from processes import one_layer
+from processes import TINY
 
 import pspo.run.run
 from pspo.cli.files import read_jsonl
 from pspo.run.trackers import MODULES
 from pspo.train import main
 
-ARGS = (f"--model.name_or_path={one_layer()}", "--run.max_steps=4", "--rollout.prompts=2", "--run.test_limit=0",
-        "--rollout.max_completion_tokens=8", "--run.validation_limit=2", "--run.validate_every=4", "--data.limit=20",
-        "--run.output_dir=out")  # fmt: skip
+ARGS = (*TINY, "--run.max_steps=4", "--run.validate_every=4", "--run.validation_limit=2", "--run.output_dir=out")
 
 
 @pytest.fixture
