@@ -1,7 +1,10 @@
 """pspo from Python: the pages' own loop equals the command, and `train(...)` is the command."""
 
+import importlib.util
 import json
+import re
 import runpy
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,26 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from naive import TEMPERATURE, make_config, make_rollout, run, weights
 from safetensors.torch import load_file
+from test_docs import blocks
 
 import pspo.tasks.datasets
 from pspo import train
 from pspo.cli.files import read_config, read_json, read_jsonl
 from pspo.cli.python import config_from_python
 from pspo.config import DataConfig, RunConfig, TrainConfig
-from pspo.losses import GSPO, Clip, Surrogate
-from pspo.rollout import Sampling, generate, group_relative_advantages
+from pspo.losses import GSPO, PSPO, Clip, Surrogate
+from pspo.model import ASSETS, default_max_rows
+from pspo.rollout import Sampling
 from pspo.tasks import FormatReward, Problem, load_problems
 from pspo.train import main
-from pspo.update import Learner, update
 from pspo_lab.runs import read_runs
-
-from test_docs import blocks  # isort: skip
-import importlib.util
-import re
-import shlex
-
-from pspo.model import ASSETS, default_max_rows
 
 SWITCHES = {"prompts": 4, "max_completion_tokens": 16}
 RUN = {"max_steps": 4, "validate_every": 0, "test_limit": 0}
@@ -57,28 +55,16 @@ def test_the_pages_loop_equals_the_command_bit_for_bit(tmp_path):
     assert all(torch.equal(ours[name], saved[name]) for name in saved)
 
 
-def test_the_pages_step_equals_update(tmp_path, tiny_model, tokenizer):
+def test_the_pages_step_equals_update(tmp_path, tiny_model):
     own_step = example("own_step.py", tmp_path)["own_step"]
-    torch.manual_seed(0)
-    sampling = Sampling([60], 0, 1.0, 1.0, max_completion_tokens=6)
-    first = generate(tiny_model(), tokenizer, [[5, 6], [7, 8, 9]], sampling, 4)
-    advantages = group_relative_advantages(torch.rand(8), 4)
-    config = config_of(max_steps=1)
-    config = replace(config, rollout=replace(config.rollout, temperature=1.0, group_size=4))
-    losses, weights = [], []
-    for step in ("own", "update"):
-        policy = tiny_model().train()
-        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-        if step == "own":
-            losses.append(own_step(policy, optimizer, first, advantages, 1.0))
-        else:
-            config = replace(config, algorithm=replace(config.algorithm, epochs=1))
-            config = replace(config, optimizer=replace(config.optimizer, max_grad_norm=0))
-            losses.append(update(Learner(policy, optimizer), first, advantages, config)[0]["loss"])
-        weights.append(torch.cat([parameter.detach().flatten() for parameter in policy.parameters()]))
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-    torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-5)
-    assert not torch.equal(weights[0], torch.cat([p.flatten() for p in tiny_model().parameters()]))
+    rollout, advantages = make_rollout()
+    policy, start = tiny_model(), weights(tiny_model())
+    loss = own_step(policy, torch.optim.SGD(policy.parameters(), lr=0.1), rollout, advantages.float(), TEMPERATURE)
+    config = make_config(PSPO(), epochs=1, optimizer={"max_grad_norm": 0.0})
+    expected, (metrics,) = run(tiny_model(), rollout, advantages.float(), config, sgd=0.1)
+    assert loss == pytest.approx(metrics["loss"], abs=1e-6)
+    torch.testing.assert_close(weights(policy), expected, atol=1e-6, rtol=1e-5)
+    assert not torch.equal(expected, start)
 
 
 def test_one_call_equals_the_command(here):

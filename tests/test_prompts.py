@@ -195,12 +195,8 @@ def llama_like() -> PreTrainedTokenizerFast:
 
 def qwen3_like() -> PreTrainedTokenizerFast:
     """The last turn's content is searched and stripped, and tokens that are not special are written around it."""
-    tokenizer = load_tokenizer(ModelConfig("tiny-base"))
+    tokenizer = load_tokenizer(ModelConfig(), DataConfig(chat_template=str(QWEN3)))
     tokenizer.add_tokens(["<think>", "</think>"])
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% set content = m.content.split('</think>')[-1].strip('\n') %}"
-        "<|im_start|>{{ m.role }}\n{{ content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    )
     return tokenizer
 
 

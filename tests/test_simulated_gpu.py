@@ -80,6 +80,7 @@ SAME_DRAWS = (
     "--rollout.top_k=1", "--model.autocast=none", "--algorithm.advantages=test_simulated_gpu.raw_advantages",
 )  # fmt: skip
 SAMPLED = {  # whose draws are another generator's: they only run to their end
+    "default": (),
     "pspo": ("--rollout.decoder=pspo",),
     "hf": ("--rollout.decoder=hf",),
     "nucleus": ("--algorithm.nucleus=replay", "--algorithm.minibatches=2"),
@@ -152,20 +153,9 @@ def assert_good(run: Path) -> list[dict[str, float]]:
     return lines
 
 
-def assert_close(one: list[dict], other: list[dict], **tolerance: float) -> None:
-    assert len(one) == len(other)
-    for line, expected in zip(one, other, strict=True):
-        assert line == pytest.approx(expected, **tolerance)
-
-
-@pytest.mark.slow
-def test_the_default_runs_to_its_end(tmp_path):
-    train_on_gpu(tmp_path / "gpu")
-    assert_good(tmp_path / "gpu")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if SAMPLED[name] else pytest.mark.slow) for name in SAMPLED]
+)
 def test_runs_to_its_end(tmp_path, name):
     train_on_gpu(tmp_path / "gpu", *SAMPLED[name])
     assert_good(tmp_path / "gpu")
@@ -177,7 +167,9 @@ def test_has_the_cpus_numbers(tmp_path, name):
     train_on_gpu(tmp_path / "gpu", *SAME_DRAWS, *COMPARED[name])
     train(tmp_path / "cpu", *SAME_DRAWS, *COMPARED[name])
     tolerance = {"rel": 0.1, "abs": 0.02} if name == "bf16 autocast" else {"rel": 1e-4, "abs": 1e-5}
-    assert_close(assert_good(tmp_path / "gpu"), assert_good(tmp_path / "cpu"), **tolerance)
+    runs = (assert_good(tmp_path / name) for name in ("gpu", "cpu"))
+    for line, expected in zip(*runs, strict=True):
+        assert line == pytest.approx(expected, **tolerance)
 
 
 def test_sizes_are_what_the_memory_of_a_gpu_allows(monkeypatch):
@@ -217,14 +209,9 @@ def test_resumes_forks_evaluates_and_exports(tmp_path):
     assert gpu.read_bytes() == cpu.read_bytes()  # greedy
     sampled = ("--eval.temperatures=[0.6]", "--eval.samples=2", "--run.output_dir=sampled")
     run_on_gpu("-m", "pspo.evaluate", *args, *sampled, cwd=tmp_path)
-
-
-@pytest.mark.nightly
-def test_exports_adapters(tmp_path):
-    train_on_gpu(tmp_path / "run", "--model.lora.rank=4")
-    run_on_gpu(
-        "-m", "pspo", "export", f"--model.name_or_path={tmp_path / 'run/final'}", "--output_dir=out", cwd=tmp_path
-    )
+    train_on_gpu(tmp_path / "lora", "--model.lora.rank=4")
+    export = ("export", f"--model.name_or_path={tmp_path / 'lora/final'}", "--output_dir=out")
+    run_on_gpu("-m", "pspo", *export, cwd=tmp_path)
     assert (tmp_path / "out/model.safetensors").exists()
 
 

@@ -25,9 +25,9 @@ from processes import one_layer
 
 import pspo.distributed
 import pspo.rollout.types
-from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
+import pspo.update.learner
+from pspo.config import ModelConfig
 from pspo.losses import GSPO, PSPO, TOPR, NoClip, Surrogate, log_ratio
-from pspo.run.command import prepare
 from pspo.update import step as update_step
 from pspo.update import update
 from pspo.update.batching import split_minibatches
@@ -197,17 +197,12 @@ def test_what_smaller_microbatches_do_not_mend_is_raised(policy, monkeypatch, er
 
 
 @pytest.mark.parametrize(("schedule", "warmup"), [("constant", 4), ("linear", 0), ("cosine", 4)])
-def test_learning_rates_by_closed_form(tmp_path, schedule, warmup):
+def test_learning_rates_by_closed_form(schedule, warmup):
     steps, peak = 12, 1e-3
-    config = TrainConfig(
-        model=ModelConfig(one_layer()),
-        data=DataConfig(limit=2),
-        algorithm=AlgorithmConfig(epochs=steps),
-        rollout=RolloutConfig(prompts=1, group_size=4),
-        optimizer=OptimizerConfig(lr=peak, schedule=schedule, warmup_steps=warmup),
-        run=RunConfig(output_dir=str(tmp_path / "run"), max_steps=steps, validate_every=0, test_limit=0),
-    )
-    learner = prepare(config, {}).learner
+    optimizer = {"lr": peak, "schedule": schedule, "warmup_steps": warmup}
+    config = make_config(epochs=steps, max_steps=steps, optimizer=optimizer)
+    config = dataclasses.replace(config, model=ModelConfig(one_layer()))
+    learner = pspo.update.learner.make_learner(config, torch.device("cpu"))
     used = []
     learner.optimizer.register_step_pre_hook(lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"]))
     metrics = update(learner, *make_rollout(groups=1), config)

@@ -1,6 +1,5 @@
 """Engines in runs: what is refused, what they draw ahead, and what their deaths cost. With an engine of one's own."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -65,19 +64,6 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(capsys):
     assert stream["position"] == 12  # the four it did not complete are drawn again
     assert train("out", *args, "--run.max_steps=8") == 1
     assert "the engine failed: its process has died" in capsys.readouterr().err
-
-
-class Slow(Copy):
-    """Is waited for."""
-
-    def complete(self, *asked):
-        time.sleep(0.2)
-        return super().complete(*asked)
-
-
-def test_the_wait_for_what_is_drawn_ahead_is_time_of_generation():
-    assert train("out", "--rollout.engine=test_engines.Slow", "--rollout.lag=1") == 0
-    assert all(line["seconds/generate"] > 0.2 for line in read_jsonl(Path("out/metrics.jsonl")))
 
 
 def test_corrections_are_on_with_an_engine():
