@@ -295,17 +295,18 @@ def test_what_cannot_be_forked_is_refused(cut_off, capfd):
     assert train("refused", "--run.fork_from=nowhere") == 2
     assert "nowhere is neither an undamaged checkpoint nor a run's folder with one" in capfd.readouterr().err
     assert train("refused", "--run.fork_from=out/best") == 2
-    for switch in ("--model.lora.rank=2", "--model.name_or_path=tiny-math"):
-        shutil.rmtree("refused", ignore_errors=True)
-        assert train("refused", "--run.fork_from=out", switch) == 2
-        assert "are not of this model: fork under its model" in capfd.readouterr().err
     lora = ("--model.lora.rank=2", "--run.max_steps=2", "--run.validate_every=0")
     assert train("adapters", *lora) == 0
-    for switch in ("--model.lora.rank=4", f"--model.name_or_path={shutil.copytree(one_layer(), 'another')}"):
-        shutil.rmtree("refused", ignore_errors=True)
-        assert train("refused", *lora, "--run.fork_from=adapters", switch) == 2
+    another = f"--model.name_or_path={shutil.copytree(one_layer(), 'another')}"
+    for words in (
+        ("--run.fork_from=out", "--model.lora.rank=2"),
+        ("--run.fork_from=out", "--model.name_or_path=tiny-math"),
+        (*lora, "--run.fork_from=adapters", "--model.lora.rank=4"),
+        (*lora, "--run.fork_from=adapters", another),
+    ):
+        assert train("refused", *words) == 2
         assert "are not of this model: fork under its model" in capfd.readouterr().err
-    shutil.rmtree("refused")
+        shutil.rmtree("refused")
     assert train("refused", *lora, "--run.fork_from=adapters", "--model.lora.alpha=64") == 2
     assert "have --model.lora.alpha 32: fork with the same" in capfd.readouterr().err
     assert train("out", "--run.fork_from=out") == 2

@@ -27,6 +27,8 @@ from pspo.rollout import (
 )
 from pspo.tasks import Problem
 
+QWEN3 = Path(__file__).with_name("qwen3.jinja")
+
 
 @pytest.fixture
 def load_words(tokenizer, tmp_path):
@@ -86,7 +88,7 @@ ADDS_TEXTS = """{% for m in messages %}{{ '<|im_start|>' + m.role + (m.content o
 {{ [m.name, m.tool_call_id, m.reasoning_content] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}!{% endif %}"""
 
 
-@pytest.mark.parametrize("template", [TAKES_LISTS, ADDS_TEXTS, Path(__file__).with_name("qwen3.jinja").read_text()])
+@pytest.mark.parametrize("template", [TAKES_LISTS, ADDS_TEXTS, QWEN3.read_text()])
 @pytest.mark.parametrize(
     "chat",
     [
@@ -257,9 +259,6 @@ def test_a_noncharacter_forges_no_special_token(tokenizer):
         (ids,) = encode_prompts(tokenizer, [text], "")
         assert ids.count(end) == 1
         assert tokenizer.decode(ids) == rendered({"role": "user", "content": text.replace("\ufdd0", "")})
-
-
-QWEN3 = Path(__file__).with_name("qwen3.jinja")
 
 
 @pytest.mark.parametrize("arguments", [None, {"enable_thinking": False}, {"enable_thinking": True}])

@@ -20,7 +20,7 @@ from processes import run_command
 
 from pspo.cli.files import read_jsonl
 from pspo.tasks import ExactMatch, MathVerifyReward, SoftOverlong
-from pspo.tasks.failures import RewardError, WorkerError, show_failures
+from pspo.tasks.failures import WorkerError, show_failures
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
 from pspo.tasks.workers import worker_pool
@@ -166,10 +166,17 @@ def test_a_function_gets_what_it_names_and_nothing_else():
     }  # fmt: skip
 
 
-def test_what_is_not_there_is_refused():
-    message = "^reward <lambda>: missing a required argument: 'hnit'; there is only answer, .*, hint, level"
-    with pytest.raises(RewardError, match=message):
-        check_rewards([lambda completions, hnit: []], PROBLEMS)
+@pytest.mark.parametrize(
+    ("function", "answer", "message"),
+    [
+        (lambda completions, hnit: [], "yes", "^reward <lambda>: missing a required argument: 'hnit'; .*, hint, level"),
+        (MathReward(), "yes", "MathReward needs numeric answers, not 'yes'; ExactMatch compares texts"),
+        (ExactMatch(), Fraction("1.50"), r"ExactMatch compares texts, and as text 3/2 is not what .*answer_kind text"),
+    ],
+)
+def test_what_a_reward_cannot_have_is_refused_before_a_model_is_loaded(function, answer, message):
+    with pytest.raises(ValueError, match=message):
+        check_rewards([function], [Problem("?", answer, {"hint": "add", "level": 3})])
 
 
 TOLD = []
@@ -323,10 +330,8 @@ def test_workers_share_a_batch_and_keep_its_order(work):
 
 def test_workers_that_hang_or_die_are_replaced(work):
     lenient = {"workers": 2, "timeout": 2.0, "on_error": "none"}
-    began = time.monotonic()
     values = in_workers(work.hangs_on_x, "a", "b", "x", "c", **lenient)
     assert values == pytest.approx([1, 1, math.nan, math.nan], nan_ok=True)
-    assert time.monotonic() - began < 20
     values = in_workers(work.hangs_on_x, "a", "exit", "raise", "c", "leave", "d", **lenient)
     assert values == pytest.approx([1, math.nan, math.nan, 1, math.nan, 1], nan_ok=True)  # the others one by one
     with pytest.raises(WorkerError, match=r'raise KeyError\("in a worker"\)'):
@@ -335,11 +340,6 @@ def test_workers_that_hang_or_die_are_replaced(work):
         in_workers(work.hangs_on_x, "a", "x", workers=2, timeout=1)
     with pytest.raises(TimeoutError, match=r"reward hangs_async took longer than 0.2 sec"):
         in_workers(work.hangs_async, "a", timeout=0.2)
-
-
-def test_answers_that_are_no_numbers_are_refused_before_a_model_is_loaded():
-    with pytest.raises(ValueError, match="MathReward needs numeric answers, not 'yes'; ExactMatch compares texts"):
-        check_rewards([MathReward()], [Problem("Is it?", "yes")])
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -372,10 +372,6 @@ def test_exact_match():
     assert ExactMatch()([f"<think>b</think>\n{text}" for text in completions], problems) == [1, 0, 0, None, 1]
     assert ExactMatch()([f"<think>{text}" for text in completions], problems) == [0, 0, 0, None, 0]
     assert ExactMatch(ignore_case=True)(completions, problems) == [1, 1, 0, None, 1]
-    with pytest.raises(
-        RewardError, match=r"ExactMatch compares texts, and as text 3/2 is not what .* --data\.answer_kind text"
-    ):
-        check_rewards([ExactMatch()], [Problem("?", Fraction("1.50"))])
 
 
 def test_a_column_of_one_source_of_a_mixture_hides_no_answer_of_the_others():

@@ -157,17 +157,6 @@ def test_accuracy_is_the_mean_over_seeds_with_its_interval(make_run, report):
     assert err == ""
 
 
-def test_tests_with_other_limits_are_other_tests(make_run, report):
-    for limit, before in ((64, 0.1), (512, 0.3)):
-        ended = {"before": accuracy(before)}
-        make_run(f"{limit}", "Clip", after=0.5, ended=ended, **{"rollout.max_completion_tokens": limit})
-    cells, _, _ = report()
-    found = {
-        column: cell[1] for (_, table, row, column), cell in cells.items() if row == "tiny" and "accuracy" in column
-    }
-    assert found == {f"sums test, n = 100, {limit} tokens: accuracy": value for limit, value in ((64, 0.1), (512, 0.3))}
-
-
 def test_paired_differences_are_of_the_same_seed_and_experiment(make_run, report):
     for seed, (clip, noclip, smoothed_) in enumerate([(0.5, 0.5, 0.6), (0.6, 0.4, 0.7), (0.7, 0.6, 0.9)]):
         for method, value in (("Clip", clip), ("NoClip", noclip), ("PSPO", smoothed_)):
@@ -301,16 +290,23 @@ def test_runs_of_a_search_and_forks_of_other_parents_are_settings_of_their_own(m
     }  # fmt: skip
 
 
-def test_tasks_are_never_mixed(make_run, report):
+def test_tasks_and_limits_are_never_mixed(make_run, report):
     make_run("a", "Clip", 0, after=0.5)
     make_run("b", "Clip", 1, after=0.9, **{"data.name": "roots"})
     make_run("c", "Clip", 1, after=0.2, **{"data.name": "file", "data.path": "mine"})
     make_run("stage", "Clip", 2, after=0.7, **{"model.name_or_path": "runs/stage/final"})
+    for limit, before in ((64, 0.1), (512, 0.2)):
+        ended = {"before": accuracy(before)}
+        settings = {"data.name": "limits", "rollout.max_completion_tokens": limit}
+        make_run(f"{limit}", "Clip", after=0.5, ended=ended, **settings)
     cells, _, _ = report()
     assert cells[SUMS, "Accuracy", "Clip", ACCURACY][:2] == [1, 0.5]
     assert cells["tiny on roots", "Accuracy", "Clip", "roots test, n = 100: accuracy"][:2] == [1, 0.9]
     assert cells["runs/stage/final on sums", "Accuracy", "Clip", ACCURACY][:2] == [1, 0.7]
     assert cells["tiny on mine", "Accuracy", "Clip", "mine test, n = 100: accuracy"][:2] == [1, 0.2]
+    for limit, before in ((64, 0.1), (512, 0.2)):
+        column = f"limits test, n = 100, {limit} tokens: accuracy"
+        assert cells["tiny on limits", "Accuracy", "tiny", column][1] == before
 
 
 def test_whatever_cannot_be_read_is_named_and_the_rest_reported(make_run, make_evaluation, report, tmp_path):
@@ -353,32 +349,23 @@ SVG = {"svg", "metadata", "RDF", "Work", "type", "format", "creator", "Agent", "
        "use", "text", "tspan", "clipPath", "rect"}  # fmt: skip
 
 
-@pytest.fixture
-def others_report(make_run, make_evaluation, tmp_path, capsys):
-    """Runs the command on runs that have a text in every place; returns its files, and what it printed."""
-
-    def run(text):
-        shared = {"model.name_or_path": text, "data.name": text, "optimizer.max_grad_norm": text}
-        for seed in range(3):
-            make_run(f"base-{seed}", "NoClip", seed, own={}, **shared)
-            make_run(f"mine-{seed}", text, seed, module="mine", own={text: seed + 0.5, "text": text}, **shared)
-        make_run("named", "Clip", after=None, metrics={text: [0.0, 1.0]}, **shared | {"data.path": text})
-        folder = make_run("alpha", "PSPO", alpha=text, **shared | {"rollout." + text: [text]})
-        make_run(re.sub("[/\0]", "", text), "Clip", text, **shared)
-        make_evaluation(folder / "evaluation", text, 0.5, data=text)
-        make_evaluation(tmp_path / "runs/other", f"{text}!", 0.5, data=text)
-        before = {*tmp_path.rglob("*")}
-        main([str(tmp_path / "runs"), "--output_dir", str(tmp_path / "out")])
-        assert {path.parent for path in {*tmp_path.rglob("*")} - before} == {tmp_path / "out", tmp_path}
-        printed = capsys.readouterr()
-        return {path.name: path.read_text("utf-8") for path in (tmp_path / "out").iterdir()}, printed.out + printed.err
-
-    return run
-
-
 @pytest.mark.parametrize("text", OTHERS_TEXT)
-def test_what_others_wrote_is_shown_and_does_nothing(others_report, text):
-    files, printed = others_report(text)
+def test_what_others_wrote_is_shown_and_does_nothing(make_run, make_evaluation, tmp_path, capsys, text):
+    """Runs and evaluations that have a text in every place."""
+    shared = {"model.name_or_path": text, "data.name": text, "optimizer.max_grad_norm": text}
+    for seed in range(3):
+        make_run(f"base-{seed}", "NoClip", seed, own={}, **shared)
+        make_run(f"mine-{seed}", text, seed, module="mine", own={text: seed + 0.5, "text": text}, **shared)
+    make_run("named", "Clip", after=None, metrics={text: [0.0, 1.0]}, **shared | {"data.path": text})
+    folder = make_run("alpha", "PSPO", alpha=text, **shared | {"rollout." + text: [text]})
+    make_run(re.sub("[/\0]", "", text), "Clip", text, **shared)
+    make_evaluation(folder / "evaluation", text, 0.5, data=text)
+    make_evaluation(tmp_path / "runs/other", f"{text}!", 0.5, data=text)
+    before = {*tmp_path.rglob("*")}
+    main([str(tmp_path / "runs"), "--output_dir", str(tmp_path / "out")])
+    assert {path.parent for path in {*tmp_path.rglob("*")} - before} == {tmp_path / "out", tmp_path}
+    files = {path.name: path.read_text("utf-8") for path in (tmp_path / "out").iterdir()}
+    printed = "".join(capsys.readouterr())
     pictures = [content for name, content in files.items() if name.endswith(".svg")]
     assert {"report.md", "table.csv"} < files.keys()
     assert pictures

@@ -200,31 +200,26 @@ def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys):
     assert sorted(calls()[2:]) == sorted(f"e/{setting}/seed-0" for setting in (A, B, C, D))
 
 
-def test_a_finished_run_with_other_switches_is_refused(here, capsys):
-    sweep_file(methods={"pspo": {}})
+def test_a_finished_run_or_evaluation_with_other_switches_is_refused(here, capsys):
+    one = {"methods": {"pspo": {}}, "evaluate": {"evaluation": {"data.limit": 4}}}
+    sweep_file(**one)
     assert sweep() == 0
     assert sweep("--output", "./out") == 0  # another spelling
-    sweep_file(methods={"pspo": {}}, shared={"optimizer.lr": 1e-4})
-    assert sweep() == 2
-    assert "out/e/pspo/seed-0 holds another experiment" in (err := capsys.readouterr().err)
-    assert "(--optimizer.lr was 3e-05, is 0.0001)" in err
-    Path("out/e/pspo/seed-0/summary.json").unlink()  # nor is an unfinished one steered
-    assert sweep() == 2
-    assert "(--optimizer.lr was 3e-05, is 0.0001)" in capsys.readouterr().err
-
-
-def test_a_finished_evaluation_with_other_switches_is_refused(here, capsys):
-    sweep_file(methods={"pspo": {}}, evaluate={"evaluation": {"data.limit": 4}})
-    assert sweep() == 0
     for folder in ("out/e/pspo/seed-0/evaluation", "out/e/untrained/tiny-base/evaluation"):
         words = ["--data.limit", "4", "--model.name_or_path", "of/this/run", "--run.output_dir", folder]
         Path(folder, "config.yaml").write_text(to_yaml(parse(EvaluateConfig, "pspo.evaluate", words)[1]))
         Path(folder, "completions.jsonl").write_text("")
     assert sweep() == 0
-    sweep_file(methods={"pspo": {}}, evaluate={"evaluation": {"data.limit": 8}})
+    sweep_file(**one | {"evaluate": {"evaluation": {"data.limit": 8}}})
     assert sweep() == 2
-    assert "(--data.limit was 4, is 8)" in (err := capsys.readouterr().err)
-    assert "out/e/pspo/seed-0/evaluation holds another experiment" in err
+    err = capsys.readouterr().err
+    assert "out/e/pspo/seed-0/evaluation holds another experiment (--data.limit was 4, is 8)" in err
+    sweep_file(**one, shared={"optimizer.lr": 1e-4})
+    assert sweep() == 2
+    assert "out/e/pspo/seed-0 holds another experiment (--optimizer.lr was 3e-05, is 0.0001)" in capsys.readouterr().err
+    Path("out/e/pspo/seed-0/summary.json").unlink()  # nor is an unfinished one steered
+    assert sweep() == 2
+    assert "(--optimizer.lr was 3e-05, is 0.0001)" in capsys.readouterr().err
 
 
 def test_two_models_of_one_last_name_have_two_folders_before_training(here):
