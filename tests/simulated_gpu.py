@@ -7,7 +7,7 @@
   operations, CPU index tensors may index, and `copy_` copies both ways.
 * While a CUDA graph is captured, what makes the CPU wait for the GPU raises.
 * A CUDA graph records the operations of its capture, and replays them into the same memory: what has moved shows.
-* `torch.cuda`'s queries, a generator of its own, autocast, fused AdamW, SDPA's memory-efficient kernel.
+* `torch.cuda`'s queries, a generator of its own, autocast, fused AdamW.
 
 Not simulated: time, memory, streams that race, asynchronous errors, NCCL, dtypes that only a GPU refuses.
 """
@@ -179,7 +179,6 @@ def run(function, args: tuple, kwargs: dict):
     check_waits(name, args, kwargs, runs_on_gpu)
     if name in RANDOM and runs_on_gpu:
         function, kwargs = with_gpu_generator(function, kwargs)
-    function = KERNELS.get(name, function)
     inner_args = convert(unwrap, args)
     inner_kwargs = {name: convert(unwrap, value) for name, value in kwargs.items()}
     if captures:
@@ -284,65 +283,21 @@ def with_gpu_generator(function, kwargs: dict) -> tuple:
     return function, kwargs
 
 
-# ---------------------------------------------------------------- attention: the memory-efficient kernel
+# ---------------------------------------------------------------- attention
 
-
-def probabilities(query, key, bias, is_causal, scale):
-    scores = (query.float() @ key.float().transpose(-1, -2)) * scale
-    if bias is not None:
-        scores = scores + bias.float()
-    if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    return scores.softmax(dim=-1).nan_to_num(0.0)
-
-
-def efficient_attention(query, key, value, bias, log_sumexp, dropout=0.0, is_causal=False, *, scale):
-    output = (probabilities(query, key, bias, is_causal, scale) @ value.float()).to(query.dtype)
-    seed = torch.zeros((), dtype=torch.long)
-    return output, query.new_zeros(query.shape[:-1], dtype=torch.float32), seed, seed.clone()
-
-
-def efficient_attention_backward(
-    grad, query, key, value, bias, output, log_sumexp, seed, offset, dropout, mask, is_causal=False, *, scale
-):
-    grad = grad.float()
-    probs = probabilities(query, key, bias, is_causal, scale)
-    d_probs = grad @ value.float().transpose(-1, -2)
-    d_scores = probs * (d_probs - (d_probs * probs).sum(dim=-1, keepdim=True)) * scale
-    d_query = (d_scores @ key.float()).to(query.dtype)
-    d_key = (d_scores.transpose(-1, -2) @ query.float()).to(key.dtype)
-    d_value = (probs.transpose(-1, -2) @ grad).to(value.dtype)
-    return d_query, d_key, d_value, None
-
-
-KERNELS = {
-    "_scaled_dot_product_efficient_attention": efficient_attention,
-    "_scaled_dot_product_efficient_attention_backward": efficient_attention_backward,
-}
 cpu_attention = torch.nn.functional.scaled_dot_product_attention
 
 
 def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """`scaled_dot_product_attention` with the kernel that a GPU takes for masks; on the CPU what it was."""
+    """`scaled_dot_product_attention` by its formula, operation by operation; on the CPU what it was."""
     if not on_gpu(query):
         return cpu_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (states.to(torch.get_autocast_dtype("cuda")) for states in (query, key, value))
-    if enable_gqa:
-        n = query.shape[1] // key.shape[1]
-        key = key.repeat_interleave(n, dim=1, output_size=n * key.shape[1])
-        value = value.repeat_interleave(n, dim=1, output_size=n * value.shape[1])
-    bias = attn_mask
-    if bias is not None:
-        if bias.dtype == torch.bool:  # ATen's convert_boolean_attn_mask
-            bias = torch.where(bias, torch.zeros((), dtype=query.dtype, device=query.device), -torch.inf)
-        width = bias.shape[-1]
-        alignment = 16 // bias.element_size()
-        if width % alignment:  # ATen's pad_bias
-            bias = torch.nn.functional.pad(bias, (0, -width % alignment))[..., :width]
-        bias = bias.expand(*query.shape[:-1], key.shape[-2])
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, 0.0, is_causal, scale=scale)[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # ATen would add a wrapped one as 0 and 1
+        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype, device=query.device), -torch.inf)
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, 0.0, is_causal, **options)[0]
 
 
 # ---------------------------------------------------------------- torch.cuda
