@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen2Config
 
+from benchmarks.shapes import Shape
 from pspo.config import (
     SYSTEM_PROMPT,
     AlgorithmConfig,
@@ -38,7 +39,6 @@ from pspo.tasks import load_problems, math_reward
 from pspo.tasks.problem import Problem
 from pspo.update import Learner
 from pspo.update.optimizers import make_optimizer
-from pspo_lab.shapes import Shape
 
 CPU = torch.device("cpu")
 

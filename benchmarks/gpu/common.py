@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.shapes import QWEN, Shape
 from benchmarks.workloads import shape_config
 from pspo.config import ModelConfig
 from pspo.model import load_tokenizer
@@ -18,7 +19,6 @@ from pspo.model.device import peak_memory_gb
 from pspo.model.load import prepare_policy
 from pspo.rollout import encode_prompts
 from pspo.tasks import load_problems
-from pspo_lab.shapes import QWEN, Shape
 
 GPU = "a GPU"
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # bf16 operations a second, dense: NVIDIA's data sheets

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from benchmarks.ablation import UNSHARED
 from benchmarks.gpu.common import GROUP, PEAKS, Options, Rows, operations, random_policy, row, timed, tiny_prompts
 from benchmarks.gpu.correctness import ROOT, SHORT, torchrun
+from benchmarks.shapes import Shape
 from benchmarks.vs_trl import run_pspo, run_trl
 from benchmarks.workloads import Workload, model_folder
 from pspo.cli.files import read_json, read_jsonl
@@ -31,7 +32,6 @@ from pspo.rollout import Rollout, Sampling, generate, left_pad
 from pspo.train import main
 from pspo.update import Learner, update
 from pspo.update.optimizers import make_optimizer
-from pspo_lab.shapes import Shape
 
 OFF = {  # optimisations without a switch
     "prompts-per-row": UNSHARED,

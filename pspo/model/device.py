@@ -6,7 +6,7 @@ import sys
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from pspo import distributed as dist
 
@@ -43,21 +43,24 @@ def default_max_rows(device: torch.device) -> int:
 
 
 def default_microbatch_tokens(model: PreTrainedModel, recomputes: bool) -> int:
-    """Default of --optimizer.microbatch_tokens, the tokens of a forward and backward pass.
-
-    On a GPU a power of 2, whose activations take at most 60% of what weights, gradients, AdamW's states and logits
-    leave: by layer and token some 30 bytes for each hidden and 8 for each intermediate feature. Where memory runs out
-    all the same, half as many are tried, except of a sharded model, whose activations take at most 30% therefore.
-    """
+    """Default of --optimizer.microbatch_tokens, the tokens of a forward and backward pass: on a GPU by its memory."""
     if model.device.type != "cuda":
         return MICROBATCH_TOKENS
     memory = torch.cuda.get_device_properties(model.device).total_memory
     states = sum(p.numel() * (16 if p.requires_grad else p.element_size()) for p in model.parameters())
-    share = 0.6
-    if dist.is_sharded(model):
+    is_sharded = dist.is_sharded(model)
+    if is_sharded:
         states /= dist.world_size()
-        share = 0.3
-    config = model.config.get_text_config()
+    return fitting_tokens(memory, states, model.config.get_text_config(), recomputes, is_sharded)
+
+
+def fitting_tokens(memory: float, states: float, config: PretrainedConfig, recomputes: bool, is_sharded: bool) -> int:
+    """Tokens of a pass on a GPU with so much memory, of which weights, gradients and AdamW's states take ``states``.
+
+    A power of 2, whose activations take at most 60% of what those and logits leave: by layer and token some 30 bytes
+    for each hidden and 8 for each intermediate feature. Where memory runs out all the same, half as many are tried,
+    except of a sharded model, whose activations take at most 30% therefore.
+    """
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if not isinstance(intermediate, int):  # one a layer
         intermediate = max(intermediate)
@@ -65,6 +68,7 @@ def default_microbatch_tokens(model: PreTrainedModel, recomputes: bool) -> int:
     values_per_token = config.num_hidden_layers * layer
     if recomputes:  # gradient checkpointing
         values_per_token = config.num_hidden_layers * 4 * config.hidden_size + layer
+    share = 0.3 if is_sharded else 0.6
     tokens = share * (memory * 15 / 16 - states) / values_per_token
     return 2 ** max(8, math.floor(math.log2(max(1.0, tokens))))
 
