@@ -93,7 +93,7 @@ def test_svamp(tmp_path):
     (tmp_path / "SVAMP.json").write_text(json.dumps(records))
     fields = {"Answer": 3.5, "Type": "Common-Divison"}
     assert load_problems("svamp", "test", tmp_path / "SVAMP.json") == [
-        Problem("Dan had 3.5. How many?", Fraction(7, 2), fields, source="svamp", category="Common-Division")
+        Problem("Dan had 3.5. How many?", Fraction(7, 2), fields, source="svamp", category="Common-Divison")
     ]
 
 

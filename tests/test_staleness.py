@@ -5,7 +5,6 @@ import dataclasses
 import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +12,9 @@ from naive import G, make_config, make_learner, make_rollout, naive_row, run, we
 from processes import TINY, plain, run_command
 
 from pspo.cli.files import read_jsonl
-from pspo.cli.parse import parse
-from pspo.config import TrainConfig
 from pspo.losses import GSPO, PSPO
 from pspo.rollout import Experience, group_relative_advantages, refill
 from pspo.rollout.types import Nucleus
-from pspo.run.messages import print_warnings
 from pspo.tasks import Reward
 from pspo.train import loop, main
 from pspo.update import keep_logprobs, update
@@ -157,16 +153,3 @@ def test_resampling_is_bounded_and_counted():
     drawn = sum(1 + share for share in shares)
     mean = sum(line["reward_drawn"] * (1 + line["resampled_share"]) for line in lines) / drawn
     assert mean == pytest.approx(0.3, abs=0.06)  # unbiased; that of the rollouts trained on is not
-
-
-@pytest.mark.parametrize(
-    ("words", "is_warned"),
-    [
-        (["--config=grpo", "--rollout.lag=8"], True), (["--config=grpo", "--rollout.lag=4"], False),
-        (["--config=decoupled", "--rollout.lag=8"], False), (["--rollout.lag=8"], False),
-    ],
-)  # fmt: skip
-def test_the_header_warns_of_coupled_clip_under_a_long_lag(capsys, words, is_warned):
-    config, _ = parse(TrainConfig, "pspo.train", words)
-    print_warnings(config, {"train": SimpleNamespace(problems=[])})
-    assert ("--config decoupled" in capsys.readouterr().err) == is_warned

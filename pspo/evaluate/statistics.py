@@ -1,6 +1,7 @@
 """Statistics of completions: means with 95% intervals, pass@k and maj@k; and how they are shown."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,6 @@ import numpy as np
 
 from pspo.cli.terminal import one_line
 from pspo.tasks import extract_answer, extract_text
-from pspo.tasks.answers import TOLERANCE
 
 # By measure, the field of records that it is of: estimates with intervals, and means.
 ESTIMATES = {"accuracy": "correct", "gold_anywhere": "contains_gold", "mean_reward": "reward"}
@@ -48,22 +48,13 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def majority(records: Sequence[Record]) -> float:
     """1 if the most frequent answer to a problem is correct, else 0; of tied answers the share that is.
 
-    Numbers within the tolerance of the gold one, or of each other, are one answer. Without an answer there is no vote.
+    All correct answers are one, others are compared exactly. Without an answer there is no vote.
     """
-    is_text = records[0]["format"] is None
-    extract = extract_text if is_text else extract_answer
-    answers = [(extract(record["completion"]), record["correct"]) for record in records]
-    answers = [(answer, correct) for answer, correct in answers if answer not in (None, "")]
-    votes = [sum(correct for _, correct in answers)]  # for the gold answer, then for each other one
-    first = None
-    for answer in sorted(answer for answer, correct in answers if not correct):
-        is_same = answer == first or (first is not None and not is_text and answer - first <= TOLERANCE)
-        if not is_same:
-            first = answer
-            votes.append(0)
-        votes[-1] += 1
-    most = max(votes)
-    return (votes[0] == most) / votes.count(most) if most else 0.0
+    extract = extract_text if records[0]["format"] is None else extract_answer
+    answers = [(record["correct"], extract(record["completion"])) for record in records]
+    votes = Counter((correct, None if correct else answer) for correct, answer in answers if answer not in (None, ""))
+    winners = [correct for (correct, _), count in votes.items() if count == max(votes.values())]
+    return sum(winners) / len(winners) if winners else 0.0
 
 
 def by_problem(values: np.ndarray) -> np.ndarray:

@@ -138,7 +138,6 @@ class Clip(Surrogate):
     epsilon_high: float | None = None
     delta: float | None = None
     silent_at_zero_advantage = True
-    gains_by_decoupling = True  # at a lag of 8 rollouts: results/stale-rollouts
 
     def __post_init__(self) -> None:
         high = self.epsilon_high

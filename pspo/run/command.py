@@ -124,7 +124,7 @@ def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, 
     if not run.config.run.quiet:
         print_header(run)
     if dist.is_main():
-        print_warnings(run.config, run.validator.prompts)
+        print_warnings(run.validator.prompts)
     resumes = f"the same command with --run.output_dir {run.output} resumes"
     with run.resources, run.signals:
         try:

@@ -7,13 +7,11 @@ from typing import Any
 from pspo import distributed as dist
 from pspo.cli.files import Settings
 from pspo.cli.terminal import clip, printable
-from pspo.config import TrainConfig
 from pspo.model import casts_to_bf16
 from pspo.rollout import Prompts
 from pspo.run.card import changed_switches, describe_results, evaluate_command
 from pspo.run.run import Run
 
-LONG_LAG = 8  # rollouts; shorter ones were not measured: results/stale-rollouts
 FEWEST_TO_CHOOSE = 30  # validation problems, below which choosing the best model is mostly luck
 
 
@@ -47,10 +45,8 @@ rate    {config.optimizer.lr:g}, {config.optimizer.schedule}; {config.optimizer.
         print(f"changed {', '.join(changed)}")
 
 
-def print_warnings(config: TrainConfig, prompts: dict[str, Prompts]) -> None:
-    """Warn if training prompts are also validated or tested on, too few problems choose the best model, or
-    ratios that should be decoupled are to a policy of long ago.
-    """
+def print_warnings(prompts: dict[str, Prompts]) -> None:
+    """Warn if training prompts are also validated or tested on, or too few problems choose the best model."""
     train = {repr(problem.prompt) for problem in prompts["train"].problems}
     held_out = {repr(problem.prompt) for split in prompts if split != "train" for problem in prompts[split].problems}
     if train & held_out:
@@ -59,11 +55,6 @@ def print_warnings(config: TrainConfig, prompts: dict[str, Prompts]) -> None:
         n_validation = len(prompts["validation"])
         fix = "add some, or return the last model by --run.validate_every 0"
         print(f"WARNING: {n_validation} validation problems choose the best model, by luck: {fix}", file=sys.stderr)
-    algorithm = config.algorithm
-    gains = getattr(algorithm.surrogate, "gains_by_decoupling", False) and algorithm.ratio_to == "behaviour"
-    if gains and config.rollout.lag >= LONG_LAG:
-        fix = "decoupled ratios make up for some of it: --config decoupled"
-        print(f"WARNING: a lag of {config.rollout.lag} costs reward; {fix}", file=sys.stderr)
 
 
 def summary_text(settings: Settings, summary: dict[str, Any]) -> str:

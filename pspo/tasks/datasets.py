@@ -24,7 +24,6 @@ from pspo.tasks.sources import GENERATED, NAMES, Source, default_answer_kind, fi
 SPLIT_WORDS = {word: word for word in SPLITS} | dict.fromkeys(("valid", "val", "dev"), "validation")
 GENERATED_SIZES = {"train": 10_000, "validation": 500, "test": 500}  # without a limit
 ENOUGH_TO_HOLD_OUT = 50  # problems
-MISSPELT = {"Common-Divison": "Common-Division"}  # in one of SVAMP's 1,000
 
 
 class Part(NamedTuple):
@@ -132,13 +131,12 @@ def read_problem(source: Source, name: str, kind: AnswerKind, record: files.Reco
     gold = ""
     if kind != "none":
         gold = source.read_gold(files.column_text(record, source.answer), record, kind).strip()
-    category = files.column_text(record, source.category, is_optional=True)
     return Problem(
         prompt=files.read_prompt(record, columns),
         answer=gold,
         fields={column: files.plain(value) for column, value in record.items() if column not in columns},
         source=name,
-        category=MISSPELT.get(category, category),
+        category=files.column_text(record, source.category, is_optional=True),
         level=files.column_text(record, source.level, is_optional=True),
         solution=files.column_text(record, source.solution, is_optional=True),
     )
