@@ -1,21 +1,15 @@
 """Look at runs and plan them: view, report, sweep, compare, findings, plan; code rewards in a sandbox.
 
-In a notebook ``pspo_lab.view("runs/mine")`` shows the page of a run, ``pspo_lab.report("runs")`` the report of some.
+In a notebook ``pspo_lab.view("runs/mine")`` shows the page of a run.
 """
 
-import importlib
 from typing import Any
-
-MODULES = {"report": "report_command", "view": "view_command"}
-__all__ = ["report", "view"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the functions when they are first used: they need pandas, matplotlib and torch."""
-    if name in MODULES:
-        return getattr(importlib.import_module(f"pspo_lab.{MODULES[name]}"), name)
+    """Import the function when it is first used: it needs pandas and torch."""
+    if name == "view":
+        from pspo_lab.view_command import view
+
+        return view
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__

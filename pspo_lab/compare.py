@@ -11,7 +11,7 @@ from scipy.stats import binomtest, permutation_test
 
 from pspo.cli.files import named_damage, read_jsonl
 from pspo.cli.parse import user_errors
-from pspo.cli.terminal import one_line, tolerate_output
+from pspo.cli.terminal import one_line
 from pspo.evaluate.statistics import (
     MEANS,
     as_text,
@@ -35,7 +35,6 @@ def main(args: Sequence[str] | None = None) -> None:
     what = "two finished evaluations or runs (their tests after training): folders or .jsonl files; or one run: its "
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=f"{what}tests before and after")
     paths = parser.parse_args(args).paths
-    tolerate_output()
     with user_errors("pspo compare"):
         files = [completions_file(local_path(path)) for path in paths]
         if len(files) == 1 and files[0].name == "test-after.jsonl":

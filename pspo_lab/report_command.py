@@ -8,17 +8,15 @@ evaluations of a model on the same problems the last one, by folder, counts.
 """
 
 import argparse
-import base64
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from pspo.cli.files import write_text
 from pspo.cli.parse import user_errors
-from pspo.cli.terminal import one_line, tolerate_output
+from pspo.cli.terminal import one_line
 from pspo.tasks.files import local_path
 from pspo_lab.figures import draw_task
 from pspo_lab.runs import Runs, read_runs, run_folders, warn
@@ -27,22 +25,6 @@ from pspo_lab.tables import NOTES, escape_markdown, report_text, tables, termina
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm"]
 DEFAULTS = "A switch that a name leaves out has its default."
-
-
-def report(*runs: str | Path, output_dir: str | Path = "report") -> Any:
-    """Write the report of some runs, as the command does; returns it for a notebook, with its pictures."""
-    from IPython.display import Markdown
-
-    output = local_path(output_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    write_report(read_runs(run_folders(runs)), output)
-
-    def inline(link: re.Match) -> str:
-        image = base64.b64encode((output / link[2]).read_bytes()).decode()
-        return f"{link[1]}(data:image/svg+xml;base64,{image})"
-
-    text = (output / "report.md").read_text(encoding="utf-8")
-    return Markdown(re.sub(r"^(!\[.*\])\((\S+\.svg)\)$", inline, text, flags=re.MULTILINE))
 
 
 def write_report(runs: Runs, output: Path) -> tuple[str, list[Path]]:
@@ -119,7 +101,6 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders above them")
     parser.add_argument("--output_dir", type=Path, default=Path("report"), help="of the report (default: report)")
     options = parser.parse_args(args)
-    tolerate_output()
     with user_errors("pspo report"):
         output = local_path(options.output_dir)
         output.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,6 @@ from markupsafe import Markup
 
 from pspo.cli.files import write_text
 from pspo.cli.parse import user_errors
-from pspo.cli.terminal import tolerate_output
 from pspo.tasks.files import local_path, plain
 from pspo_lab.runs import read_runs, run_folders
 from pspo_lab.view_data import page_data, parse_surrogate, surrogate_classes
@@ -62,7 +61,6 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="the file (default: view.html in the first folder)")
     parser.add_argument("--surrogates", nargs="+", default=[], metavar="SURROGATE", help="compare tokens under these")
     options = parser.parse_args(args)
-    tolerate_output()
     with user_errors("pspo view"):
         runs = run_folders(options.runs)
         output = local_path(options.output or runs[0] / "view.html")

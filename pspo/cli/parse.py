@@ -26,7 +26,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, s
 
 from pspo import distributed as dist
 from pspo.cli.files import MAPPINGS, Settings, argument_text, check_yaml, read_config, to_yaml
-from pspo.cli.terminal import one_line, tolerate_output
+from pspo.cli.terminal import one_line
 from pspo.config import PATHS
 from pspo.model import is_out_of_memory
 from pspo.model.find import find_default_lr
@@ -71,7 +71,6 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
 
     Exits with code 2 and one line on stderr if a field is unknown, ill-typed or out of range.
     """
-    tolerate_output()
     with user_errors(prog, once=True):
         return make_config(config_class, prog, sys.argv[1:] if args is None else args, {})
 

@@ -32,7 +32,11 @@ def printable(text: str) -> str:
 
 @contextlib.contextmanager
 def quiet_without_reader() -> Iterator[None]:
-    """End a command quietly, with code 1, where the reader of its output has ended, as `head` does."""
+    """End a command quietly, with code 1, where the reader of its output has ended, as `head` does.
+
+    Printing never raises: a character that the encoding of stdout lacks is escaped.
+    """
+    sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             yield
@@ -45,12 +49,6 @@ def quiet_without_reader() -> Iterator[None]:
             raise  # of another pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the end
         raise SystemExit(1) from None
-
-
-def tolerate_output() -> None:
-    """Let printing never raise: a character that the encoding of stdout lacks is escaped."""
-    if hasattr(sys.stdout, "reconfigure"):  # not a notebook's
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def print_timed(text: str, quiet: bool = False) -> None:
