@@ -5,7 +5,6 @@
 * texts: the cells of a table as it shows them, by row and column
 """
 
-import functools
 import html
 import math
 import re
@@ -26,12 +25,6 @@ SEEDS_FOR_AN_INTERVAL = 3
 COMPARED = ("final reward", "peak reward", "area under the curve", "best trained validation reward",
             "final validation reward")  # fmt: skip
 SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
-RANGES = {  # of metrics and of the tables' columns, which their intervals keep to
-    (0.0, 1.0): re.compile(r"^(?!reward/|logged/|resampled).*(accuracy|gold anywhere|pass@|maj@|share)|^ess|\(%\)$"),
-    (0.0, math.inf): re.compile(
-        r"^(ratio|tv|entropy|kl_old_new|grad_norm|seconds/|time|completion_tokens|resampled)|to peak$"
-    ),
-}
 DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "ess_sequence", "zero_weight_share", "zero_weight_share_positive",
                "zero_weight_share_negative", "tv", "tv_smoothed", "kl_old_new", "grad_norm"]  # fmt: skip
 NOTES = {
@@ -165,19 +158,10 @@ def run_rows(numbers: pd.DataFrame) -> pd.DataFrame:
 # Cells
 
 
-@functools.cache
-def value_range(name: str) -> tuple[float, float]:
-    """Smallest and largest value that a metric or a table's column can have."""
-    name = name.rpartition(": ")[2]  # a data set's may say anything
-    return next((limits for limits, names in RANGES.items() if names.search(name)), (-math.inf, math.inf))
-
-
-def mean_over_seeds(
-    values: pd.DataFrame, are_differences: bool = False, by: Sequence[str] = ("row", "column")
-) -> pd.DataFrame:
+def mean_over_seeds(values: pd.DataFrame, by: Sequence[str] = ("row", "column")) -> pd.DataFrame:
     """Cells of values that have a row, with Student's 95% interval from three seeds on; one seed keeps its interval.
 
-    Intervals end where the column's values do, unless they are differences; shares of the seeds have none.
+    Shares of the seeds have none.
     """
     values = values.reindex(columns=[*by, "value", "low", "high"])
     groups = values.groupby([*by], sort=False)
@@ -189,11 +173,7 @@ def mean_over_seeds(
     for side, bound in (("low", cells["mean"] - half), ("high", cells["mean"] + half)):
         single = cells[side].where(cells["seeds"] == 1)
         cells[side] = bound.where(cells["seeds"] >= SEEDS_FOR_AN_INTERVAL, single)
-    if not are_differences:
-        limits = pd.DataFrame([value_range(str(name)) for name in cells["column"]], cells.index, ["low", "high"])
-        cells["low"] = cells["low"].clip(lower=limits["low"])
-        cells["high"] = cells["high"].clip(upper=limits["high"])
-        cells.loc[cells["column"].isin(SHARES), ["low", "high"]] = np.nan
+    cells.loc[cells["column"].isin(SHARES), ["low", "high"]] = np.nan
     return cells
 
 
@@ -208,7 +188,7 @@ def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd
         by_title[title] = pd.concat([mean_over_seeds(before).assign(seeds=0), mean_over_seeds(after)])
     for title, values in (("Learning", learning(runs)), ("Off-policy diagnostics", diagnostics(runs))):
         by_title[title] = mean_over_seeds(values.assign(row=values["run"].map(labels)))
-    by_title["Paired differences"] = add_holm(mean_over_seeds(paired_differences(runs, labels), are_differences=True))
+    by_title["Paired differences"] = add_holm(mean_over_seeds(paired_differences(runs, labels)))
     return {title: by_title[title] for title in NOTES if len(by_title[title])}
 
 

@@ -17,7 +17,7 @@ from pspo_lab.figures import draw_curves
 from pspo_lab.report_command import main
 from pspo_lab.runs import read_runs
 from pspo_lab.settings import labels, shared_sentence
-from pspo_lab.tables import NOTES, mean_over_seeds, smoothed
+from pspo_lab.tables import NOTES, smoothed
 
 DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
 T2 = 4.302652729911275 / math.sqrt(3)  # Student's t, 2 degrees of freedom, two-sided 95%: any table
@@ -227,9 +227,8 @@ def test_a_parameter_of_a_user_s_class_and_the_name_of_a_sweep_s_method_are_told
     cells, text, _ = report()
     assert {"Soft (width=0.3)", "Clip (epsilon=0.3)"} <= {row for _, _, row, _ in cells}
     assert "* Soft (width=0.3): own/narrow\n* Clip" in text or "* Clip (epsilon=0.3): own/wider\n* Soft" in text
-    assert close(
-        cells[SUMS, "Accuracy", "Soft (width=0.3)", ACCURACY], 3, 0.95, 0.95 - 0.05 * T2, 1
-    )  # no more than all
+    half = 0.05 * T2
+    assert close(cells[SUMS, "Accuracy", "Soft (width=0.3)", ACCURACY], 3, 0.95, 0.95 - half, 0.95 + half)
 
 
 def test_long_settings_are_named_by_what_differs_first_and_files_between_runs_are_left_out(make_run, report):
@@ -328,13 +327,6 @@ def test_whatever_cannot_be_read_is_named_and_the_rest_reported(make_run, make_e
     assert close(cells[SUMS, "Learning", "NoClip", "area under the curve"], 1, 0.3, None, None)
     for line in ("e1: .*damaged", "broken: .*damaged", "torn: .*damaged", "stopped: the same setting and seed"):
         assert re.search(line, err), line
-
-
-@pytest.mark.parametrize("name", ["tv", "tv_smoothed", "resampled_share", "ratio_max", "steps to peak"])
-def test_what_has_no_upper_bound_is_not_cut_at_one(name):
-    means = mean_over_seeds(pd.DataFrame({"row": "a", "column": name, "value": [0.5, 2.0, 4.0]}))
-    assert means["high"].item() > means["mean"].item() > 2
-    assert means["low"].item() == 0
 
 
 # Text of others
