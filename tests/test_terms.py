@@ -15,7 +15,6 @@ from pspo.losses import (
     LossInputs,
     OffPolicyMask,
     aggregate,
-    corrected_tokens,
     correction_weights,
     diagnose_correction,
 )
@@ -45,12 +44,12 @@ def test_values_worked_by_hand(mode, expected, share):
     sampler = torch.tensor([[0.25, 0.2, 0.1]]).double().log()  # ratios 2 and 4, and a masked one
     mask = torch.tensor([[True, True, False]])
     assert correction_weights(old, sampler, mask, mode, 3.0)[0].tolist() == pytest.approx(expected, rel=1e-12)
-    corrected = corrected_tokens(old, sampler, mask, mode, 3.0)
-    stats = diagnose_correction(old, sampler, corrected, mask)
+    tokens = (old[mask], sampler[mask], torch.tensor([0, 0]))
+    stats = diagnose_correction(*tokens, mask[mask], mode, 3.0)
     kl = (2 - 1 - math.log(2) + 4 - 1 - math.log(4)) / 2
     assert stats == pytest.approx({"kl_sampler_old": kl, "sampler_ratio_max": 4, "corrected_share": share}, rel=1e-12)
     assert correction_weights(old, old, mask, mode, 1.0).tolist() == [[1, 1, 0]]  # at the cap
-    nothing = diagnose_correction(old, sampler, corrected, mask & False)
+    nothing = diagnose_correction(*tokens, ~mask[mask], mode, 3.0)
     assert nothing == {"kl_sampler_old": 0.0, "sampler_ratio_max": 1.0, "corrected_share": 0.0}
 
 
@@ -61,8 +60,9 @@ def test_finite_and_bounded_at_extreme_ratios(mode, distance):
     weights = correction_weights(old, old + distance, old == 0, mode, 3.0)
     assert weights.isfinite().all()
     assert weights.max() <= 3.0
-    corrected = corrected_tokens(old, old + distance, old == 0, mode, 3.0)
-    stats = diagnose_correction(old, old + distance, corrected, old == 0)
+    rows = torch.arange(2).repeat_interleave(3000)
+    tokens = (old.flatten(), old.flatten() + distance, rows, (old == 0).flatten())
+    stats = diagnose_correction(*tokens, mode, 3.0)
     assert stats["corrected_share"] == (distance < 0)  # a product that underflows is below the cap
 
 

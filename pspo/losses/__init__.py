@@ -1,7 +1,7 @@
 """Pure functions of tensors: surrogates, terms, their aggregation, KL estimates and diagnostics."""
 
 from pspo.losses.aggregate import Aggregation, Counts, aggregate
-from pspo.losses.correction import Correction, corrected_tokens, correction_ratios, correction_weights
+from pspo.losses.correction import Correction, correction_weights
 from pspo.losses.diagnostics import diagnose, diagnose_correction, token_weights
 from pspo.losses.kl import KLEstimator, kl_estimate
 from pspo.losses.others import CISPO, DPPO, GMPO, GSPO, REINFORCE, VESPO

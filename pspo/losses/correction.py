@@ -34,22 +34,9 @@ def correction_weights(
         return masked(token_values(mode(old_logprobs, sampler_logprobs, mask), mask, "correction", mode), mask)
     if mode not in get_args(Correction)[1:]:
         raise ValueError(f"unknown correction {mode!r}: choose one of {', '.join(get_args(Correction)[1:])}")
-    ratios = correction_ratios(old_logprobs, sampler_logprobs, mask, mode)
-    weights = ratios.clamp(max=cap) if mode.endswith("truncate") else ratios.where(ratios <= cap, 0.0)
-    return masked(weights, mask)
-
-
-def correction_ratios(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: Correction) -> Tensor:
-    """Weights before the cap, (B, T): old / sampler of each token, or the product over its row's unmasked ones."""
     log_r = log_ratio(old_logprobs, sampler_logprobs, mask)
     if mode.startswith("sequence"):
-        log_r = log_r.sum(dim=1, keepdim=True).expand_as(mask)
-    return log_r.exp()
-
-
-def corrected_tokens(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, mode: Correction, cap: float
-) -> Tensor:
-    """True where the weight is not the ratio itself: truncated or masked, (B, T) bool."""
-    ratios = correction_ratios(old_logprobs, sampler_logprobs, mask, mode)
-    return correction_weights(old_logprobs, sampler_logprobs, mask, mode, cap) != ratios
+        log_r = log_r.sum(dim=1, keepdim=True)
+    ratios = log_r.exp()
+    weights = ratios.clamp(max=cap) if mode.endswith("truncate") else ratios.where(ratios <= cap, 0.0)
+    return masked(weights, mask)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pspo.losses.correction import Correction
 from pspo.losses.surrogates import MAX_LOG_RATIO, log_ratio
 
 
@@ -82,23 +83,34 @@ def diagnose(
 
 @torch.no_grad()
 def diagnose_correction(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, corrected: Tensor, mask: Tensor
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    rows: Tensor,
+    is_active: Tensor,
+    mode: Correction | Callable,
+    cap: float,
 ) -> dict[str, float]:
-    """Statistics of one optimizer step's correction over its unmasked tokens.
+    """Statistics of one optimizer step's correction over its tokens with A != 0.
 
     Args:
-        old_logprobs, sampler_logprobs, corrected, mask: any one shape; ``corrected`` as of `corrected_tokens`.
+        old_logprobs, sampler_logprobs, rows, is_active: (N,), of all tokens; ``rows`` numbers their sequences.
+        mode, cap: of `correction_weights`.
 
     Returns:
         * ``kl_sampler_old``: KL(sampler || old) in nats, the mean of r - 1 - log r, r = exp(old - sampler)
-        * ``sampler_ratio_max``: the largest r; 1 for an empty mask
-        * ``corrected_share``: share of the tokens whose weight is not their ratio: truncated or masked
+        * ``sampler_ratio_max``: the largest r; 1 without a token
+        * ``corrected_share``: share of the tokens whose ratio is above the cap; not of a function of the user's
     """
-    if not mask.any():
-        return {"kl_sampler_old": 0.0, "sampler_ratio_max": 1.0, "corrected_share": 0.0}
-    log_r = log_ratio(old_logprobs, sampler_logprobs, mask)[mask]
-    return {
-        "kl_sampler_old": (torch.expm1(log_r) - log_r).mean().item(),
-        "sampler_ratio_max": log_r.max().exp().item(),
-        "corrected_share": (corrected[mask] != 0).to(log_r.dtype).mean().item(),
+    log_r = log_ratio(old_logprobs, sampler_logprobs, torch.ones_like(is_active))
+    active = log_r[is_active] if is_active.any() else log_r.new_zeros(1)  # reads like one token of equal log-probs
+    statistics = {
+        "kl_sampler_old": (torch.expm1(active) - active).mean().item(),
+        "sampler_ratio_max": active.max().exp().item(),
     }
+    if callable(mode):
+        return statistics
+    if mode.startswith("sequence"):
+        rows = rows.long()
+        log_r = log_r.new_zeros(int(rows.max()) + 1).index_add(0, rows, log_r)[rows]
+    is_corrected = (log_r.exp() > cap) & is_active
+    return statistics | {"corrected_share": is_corrected.sum().item() / len(active)}

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig
-from pspo.losses import Counts, LossInputs, corrected_tokens, diagnose, diagnose_correction, kl_estimate
+from pspo.losses import Counts, LossInputs, diagnose, diagnose_correction, kl_estimate
 from pspo.model import token_index
 
 TOKENS = "tokens.parquet"
@@ -63,11 +63,6 @@ def token_columns(visits: list[Visit], algorithm: AlgorithmConfig) -> dict[str, 
             "sampler_logprob": x.sampler_logprobs,
             "reference_logprob": x.ref_logprobs,
         }
-        if algorithm.correction != "none" and not callable(algorithm.correction):
-            corrected = corrected_tokens(
-                x.old_logprobs, x.sampler_logprobs, x.mask, algorithm.correction, algorithm.correction_cap
-            )
-            values["corrected"] = corrected.to(x.old_logprobs.dtype)
         for name, value in values.items():
             if value is not None:
                 columns[name].append(value.expand_as(x.mask).flatten()[index])
@@ -97,8 +92,10 @@ def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: Algorithm
         kl = kl_estimate(logprobs, tokens["reference_logprob"], everywhere, algorithm.kl_estimator, old_logprobs)
         metrics["kl_reference"] = kl.sum().item() / max(counts.tokens, 1)
     if algorithm.correction != "none":
-        corrected = tokens.get("corrected", torch.zeros_like(logprobs))  # none by a function of the user's
-        metrics |= diagnose_correction(old_logprobs, tokens["sampler_logprob"], corrected, is_active)
+        sampler_logprobs = tokens["sampler_logprob"]
+        mode = algorithm.correction
+        cap = algorithm.correction_cap
+        metrics |= diagnose_correction(old_logprobs, sampler_logprobs, tokens["row"], is_active, mode, cap)
     return metrics
 
 
