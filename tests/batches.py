@@ -1,5 +1,6 @@
 """Random batches for the losses, and every built-in loss, for the tests that hold for all of them."""
 
+import re
 from types import SimpleNamespace
 
 import torch
@@ -11,6 +12,12 @@ SURROGATES = [  # with parameters that a few steps are enough to tell apart
     REINFORCE(), CISPO(epsilon_high=0.1), GSPO(0.1, 0.2), GMPO(0.2), VESPO(), DPPO(epsilon=0.02),
 ]  # fmt: skip
 AGGREGATIONS = ["dapo", "grpo", "dr_grpo"]
+PAIRS = [*zip(SURROGATES, 4 * AGGREGATIONS, strict=True)]  # every surrogate, each aggregation with four of them
+
+
+def name(value) -> str:
+    """A parameter in a test's name, where a function's address would be another one in every process."""
+    return re.sub(r" at 0x\w+", "", repr(value))
 
 
 def random_batch(lengths, seed=0, spread=0.5, dtype=torch.float64):

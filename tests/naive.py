@@ -3,13 +3,12 @@
 import copy
 import dataclasses
 import math
-import re
 
 import numpy as np
 import pytest
 import reference
 import torch
-from batches import AGGREGATIONS, SURROGATES, by_root
+from batches import by_root
 
 from pspo.config import AlgorithmConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import EntropyQuantile, NoClip, OffPolicyMask
@@ -18,13 +17,7 @@ from pspo.update import update
 from pspo.update.learner import Learner
 
 G, V, T_MAX, TEMPERATURE = 4, 64, 10, 0.7
-PAIRS = [*zip(SURROGATES, 4 * AGGREGATIONS, strict=True)]  # every surrogate, each aggregation with four of them
 OFF_POLICY = {"epochs": 2, "minibatches": 2, "optimizer": {"lr": 3e-3}}
-
-
-def name(value) -> str:
-    """A parameter in a test's name, where a function's address would be another one in every process."""
-    return re.sub(r" at 0x\w+", "", repr(value))
 
 
 def make_config(surrogate=None, *, group_size=G, max_steps=100, optimizer=None, **algorithm):

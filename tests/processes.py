@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -119,27 +120,17 @@ def ranks(action: Callable[[], None], number: int = 2) -> list[int]:
     return [exit_code(child) for child in [fork(of_rank(rank)) for rank in range(number)]]
 
 
-def before(function: str, action: Callable[..., None], owner: Any = loop) -> None:
-    """Do the action before each call of a module's or class's function, with its arguments."""
+def before(function: str, action: Callable[..., None], owner: Any = loop, nth: int | None = None) -> None:
+    """Do the action before each call of a module's or class's function, or before the nth alone, with its arguments."""
     original = getattr(owner, function)
+    calls = count(1)
 
     def replacement(*args, **kwargs):
-        action(*args)
+        if next(calls) == nth or nth is None:
+            action(*args)
         return original(*args, **kwargs)
 
     setattr(owner, function, replacement)
-
-
-def at_call(n: int, action: Callable[[], None]) -> Callable[..., None]:
-    """Do the action at the n-th call alone, counted from 1."""
-    calls = []
-
-    def call(*_: object) -> None:
-        calls.append(None)
-        if len(calls) == n:
-            action()
-
-    return call
 
 
 def send(*signals: signal.Signals) -> None:
@@ -156,11 +147,12 @@ def kill_at_step(step: int) -> None:
 def kill_at_file_event(n: int) -> None:
     """Kill this process before the n-th time that it opens, makes, renames, removes or syncs a file or folder."""
 
-    def watch(event: str, _: object = None) -> None:
-        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fsync"):
-            count()
+    events = count(1)
 
-    count = at_call(n, lambda: send(signal.SIGKILL))
+    def watch(event: str, _: object = None) -> None:
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fsync") and next(events) == n:
+            send(signal.SIGKILL)
+
     sys.addaudithook(watch)
     before("fsync", lambda _: watch("fsync"), os)
 

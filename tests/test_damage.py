@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import Payload, assert_same, at_call, before, forked
+from processes import Payload, assert_same, before, forked
 from test_resume import cut_off, killed, train, whole, whole_with  # noqa: F401 (fixtures)
 
 import pspo.run.folders
@@ -117,11 +117,11 @@ def test_a_run_that_cannot_be_resumed_is_left_alone(cut_off, capfd, spoil, said)
 def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd, kilobytes):
     """Full for the weights, or for the larger optimizer state."""
 
-    def fill() -> None:
+    def fill(*_: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 2**10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     def action() -> int:
-        before("save_snapshot", at_call(2, fill), Checkpointer)
+        before("save_snapshot", fill, Checkpointer, nth=2)
         return train("out")
 
     assert forked(action) == 1

@@ -3,24 +3,15 @@
 import importlib.util
 from dataclasses import replace
 
+import naive
 import pytest
 import torch
 from batches import by_root, by_token, row_mean_weights
-from naive import make_rollout
 from processes import ranks
 
 import pspo.model.load
 from pspo import distributed as dist
-from pspo.config import (
-    AlgorithmConfig,
-    DistributedConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
+from pspo.config import DistributedConfig, LoraConfig, ModelConfig, TrainConfig
 from pspo.environments import EnvironmentSampler
 from pspo.losses import GMPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
@@ -41,13 +32,9 @@ MODELS = ("whole", "sharded")
 
 
 def make_config(surrogate, aggregation, model="tied", autocast="none", checkpointed=False, **algorithm):
-    return TrainConfig(
-        model=ModelConfig(model, autocast=autocast, gradient_checkpointing=checkpointed),
-        algorithm=AlgorithmConfig(surrogate=surrogate, aggregation=aggregation, **algorithm),
-        rollout=RolloutConfig(prompts=8, group_size=4, max_completion_tokens=20, temperature=0.7),
-        optimizer=OptimizerConfig(name="sgd", lr=0.1, max_grad_norm=0.5, microbatch_tokens=60),
-        run=RunConfig(max_steps=100),
-    )
+    optimizer = {"name": "sgd", "lr": 0.1, "max_grad_norm": 0.5}
+    config = naive.make_config(surrogate, aggregation=aggregation, optimizer=optimizer, **algorithm)
+    return replace(config, model=ModelConfig(model, autocast=autocast, gradient_checkpointing=checkpointed))
 
 
 CASES = {
@@ -73,7 +60,7 @@ if importlib.util.find_spec("peft") is not None:
 
 def make_rows() -> tuple[Rollout, torch.Tensor]:
     """32 rows of prompts and completions of all lengths, with what engines and nuclei add, and their advantages."""
-    rollout, advantages = make_rollout(groups=8)
+    rollout, advantages = naive.make_rollout(groups=8)
     mask, lengths = rollout.completion_mask, rollout.completion_mask.sum(dim=1)
     nucleus_ids = (rollout.completion_ids[..., None] + torch.arange(3)).flatten(1)  # each token and the next two
     nucleus = Nucleus([ids[: 3 * n] for ids, n in zip(nucleus_ids, lengths, strict=True)], 3 * mask)

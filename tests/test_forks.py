@@ -11,19 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from processes import (
-    assert_same,
-    at_call,
-    before,
-    contents,
-    forked,
-    metric_lines,
-    one_layer,
-    plain,
-    run_command,
-    send,
-    states,
-)
+from processes import assert_same, before, contents, forked, metric_lines, one_layer, plain, run_command, send, states
 from test_damage import flip, stamps
 from test_resume import CONSTANT, MODES, RUN, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
 
@@ -61,7 +49,7 @@ def test_two_runs_in_one_folder(whole, capfd, owner, function):
 
     def action() -> int:
         second = []
-        before(function, at_call(1, lambda: second.append(train("out"))), owner)
+        before(function, lambda *_: second.append(train("out")), owner, nth=1)
         return train("out") or second[0]
 
     assert forked(action) == 2
@@ -170,7 +158,7 @@ def test_another_configuration_removes_nothing_of_a_run_without_a_checkpoint(cap
 )
 def test_a_run_without_a_checkpoint_does_not_block_its_folder(whole, capfd, number, code):
     def action() -> int:
-        before("draw", at_call(1, lambda: send(number)))
+        before("draw", lambda *_: send(number), nth=1)
         return train("out", "--algorithm.epochs=1", "--model.name_or_path=tiny-math", "--run.test_limit=3")
 
     assert forked(action) == code
@@ -215,7 +203,7 @@ def test_a_fork_without_a_change_is_its_parents_continuation(whole_with, lag):
     shutil.rmtree("parent/checkpoints/step-000006")
 
     def start() -> int:
-        before("draw", at_call(1, lambda: send(signal.SIGKILL)))
+        before("draw", lambda *_: send(signal.SIGKILL), nth=1)
         return train("again", *switches, "--run.fork_from=parent")
 
     assert forked(start) == -signal.SIGKILL
@@ -268,7 +256,7 @@ def test_a_fork_that_is_stopped_in_its_first_test_starts_again(cut_off):
     args = ("--run.fork_from=out", "--run.test_limit=3")
 
     def action() -> int:
-        before("test", at_call(1, lambda: send(signal.SIGTERM)), Validator)
+        before("test", lambda *_: send(signal.SIGTERM), Validator, nth=1)
         return train("fork", *args)
 
     assert [forked(action), forked(action), train("fork", *args)] == [75, 75, 0]
@@ -279,7 +267,7 @@ def test_a_fork_begins_with_a_rollout_of_its_own_and_its_own_limit_of_memory(her
 
     def action() -> int:
         before("draw", lambda run: setattr(run.generators, "max_rows", 4))
-        before("validate", at_call(2, lambda: send(signal.SIGTERM)), Validator)
+        before("validate", lambda *_: send(signal.SIGTERM), Validator, nth=2)
         return train("stopped")
 
     assert forked(action) == 75

@@ -12,11 +12,7 @@ from safetensors.torch import load_file
 import pspo.update.step
 from pspo.config import OptimizerConfig
 from pspo.train import main
-from pspo.update.optimizers import (
-    check_optimizer,
-    make_optimizer,
-    round_stochastically,
-)
+from pspo.update.optimizers import check_optimizer, make_optimizer, round_stochastically
 
 SMALL = (
     "--rollout.prompts=4", "--rollout.max_completion_tokens=24", "--data.limit=20", "--run.test_limit=0",

@@ -13,19 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from processes import (
-    TINY,
-    assert_same,
-    at_call,
-    before,
-    contents,
-    kill_at_file_event,
-    one_layer,
-    ranks,
-    run_command,
-    send,
-    states,
-)
+from processes import TINY, assert_same, before, contents, kill_at_file_event, one_layer, ranks, send, states
 
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
@@ -60,7 +48,7 @@ def train(output: Path, strategy: str, *args: str, number: int = 2, fault: Calla
 def die_in_second(function: str, rank: int, number: signal.Signals) -> Callable[[], None]:
     def fault() -> None:
         if os.environ["RANK"] == str(rank):
-            before(function, at_call(2, lambda: send(number)))
+            before(function, lambda *_: send(number), nth=2)
 
     return fault
 
@@ -220,7 +208,7 @@ def test_evaluation_uses_the_ranks(whole, tmp_path):
         before("complete", lambda *_: (tmp_path / f"rank-{dist.rank()}").touch(), pspo.evaluate.evaluation)
         main([*command, f"--run.output_dir={two}"])
 
-    assert run_command(main, *command, f"--run.output_dir={one}") == 0
+    main([*command, f"--run.output_dir={one}"])
     assert ranks(evaluate) == [0, 0]
     assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0", "rank-1"}
     for name in ("results.json", "completions.jsonl"):
@@ -237,7 +225,7 @@ def test_a_rank_killed_in_the_middle_of_a_save_ends_the_run_which_resumes_exactl
 
     def fault() -> None:
         if os.environ["RANK"] == str(rank):
-            before("save_snapshot", at_call(2, lambda: kill_at_file_event(n)), Checkpointer)
+            before("save_snapshot", lambda *_: kill_at_file_event(n), Checkpointer, nth=2)
 
     codes = train(tmp_path / "run", "fsdp2", fault=fault)
     assert codes[rank] == -signal.SIGKILL

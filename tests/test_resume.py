@@ -13,18 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import (
-    TINY,
-    assert_same,
-    at_call,
-    before,
-    forked,
-    kill_at_file_event,
-    kill_at_step,
-    run_command,
-    send,
-    states,
-)
+from processes import TINY, assert_same, before, forked, kill_at_file_event, kill_at_step, run_command, send, states
 from transformers import Qwen2ForCausalLM
 
 from pspo.cli.files import read_jsonl
@@ -193,7 +182,7 @@ def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(wh
     """The next test kills at every point."""
 
     def action() -> int:
-        before("save_snapshot", at_call(3, lambda: kill_at_file_event(45)), Checkpointer)
+        before("save_snapshot", lambda *_: kill_at_file_event(45), Checkpointer, nth=3)
         return train("out")
 
     assert forked(action) == -signal.SIGKILL
@@ -249,7 +238,7 @@ def test_told_to_stop_a_run_saves_and_resumes_exactly(whole, capfd, owner, funct
     """Told once, it saves what it has computed; twice, it ends at once and loses nothing that was saved."""
 
     def action() -> int:
-        before(function, at_call(call, lambda: send(*signals)), owner)
+        before(function, lambda *_: send(*signals), owner, nth=call)
         return train("out")
 
     assert forked(action) == code
@@ -285,12 +274,12 @@ def test_told_to_stop_while_it_draws_a_run_stops_before_the_next_pass_and_resume
     args = (*mode, "--run.test_limit=3")
     whole = whole_with(*args)
 
-    def record_passes() -> None:
+    def record_passes(*_: object) -> None:
         send(signal.SIGTERM)
         before("forward", lambda *_: Path("a-pass-after-the-signal").touch(), Qwen2ForCausalLM)
 
     def action() -> int:
-        before(function, at_call(call, lambda: before("forward", at_call(3, record_passes), Qwen2ForCausalLM)), owner)
+        before(function, lambda *_: before("forward", record_passes, Qwen2ForCausalLM, nth=3), owner, nth=call)
         return train("out", *args)
 
     assert forked(action) == 75

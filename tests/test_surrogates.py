@@ -13,22 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pspo.losses
-from pspo.losses import (
-    CISPO,
-    DPPO,
-    GMPO,
-    GSPO,
-    P3O,
-    PSPO,
-    REINFORCE,
-    SAPO,
-    TOPR,
-    VESPO,
-    Clip,
-    NoClip,
-    Surrogate,
-    log_ratio,
-)
+from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOPR, VESPO, Clip, NoClip, Surrogate
 
 DETERMINISTIC = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e4, 0.0]
@@ -41,7 +26,7 @@ class SquaredRatio(Surrogate):
     strength: float = 0.5
 
     def __call__(self, logprobs, old_logprobs, advantages, mask):
-        ratio = log_ratio(logprobs, old_logprobs, mask).exp()
+        ratio = pspo.losses.log_ratio(logprobs, old_logprobs, mask).exp()
         return torch.where(mask, -ratio * advantages + self.strength * (ratio - 1) ** 2, 0.0)
 
 

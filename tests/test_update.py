@@ -7,20 +7,8 @@ import numpy as np
 import pytest
 import reference
 import torch
-from batches import AGGREGATIONS, SURROGATES, by_root, by_token, packing, row_mean_weights
-from naive import (
-    OFF_POLICY,
-    PAIRS,
-    G,
-    assert_equals_naive,
-    make_config,
-    make_rollout,
-    naive_row,
-    name,
-    run,
-    weights,
-    with_sampler,
-)
+from batches import AGGREGATIONS, PAIRS, SURROGATES, by_root, by_token, name, packing, row_mean_weights
+from naive import OFF_POLICY, G, assert_equals_naive, make_config, make_rollout, naive_row, run, weights, with_sampler
 
 from pspo.losses import GMPO, GSPO, P3O, PSPO, SAPO, TOPR, Clip, EntropyQuantile, NoClip, OffPolicyMask
 from pspo.update.batching import split_minibatches

@@ -10,14 +10,12 @@ import torch
 from batches import packing
 from naive import (
     OFF_POLICY,
-    T_MAX,
     G,
     assert_equals_naive,
     make_config,
     make_learner,
     make_rollout,
     naive_update,
-    name,
     run,
     weights,
 )
@@ -146,7 +144,7 @@ def fails_above(function, rows: int, calls: list[int]):
     return wrapper
 
 
-@pytest.mark.parametrize(("surrogate", "rows"), [(TOPR(), 1), (GSPO(0.1, 0.2), 2), (PSPO(0.3), 3)], ids=name)
+@pytest.mark.parametrize(("surrogate", "rows"), [(TOPR(), 1), (GSPO(0.1, 0.2), 2), (PSPO(0.3), 3)], ids=repr)
 def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy, monkeypatch, capsys, surrogate, rows):
     rollout, advantages = make_rollout()
     config = make_config(surrogate, beta=0.1, **OFF_POLICY)
@@ -246,7 +244,7 @@ def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches,
         seen = [int(text) for batch in batches for text in batch.rollout.texts]
         assert sorted(seen) == list(rows)
         assert torch.equal(torch.cat([batch.advantages for batch in batches]), advantages[seen, None])
-        assert (counts.sequences, counts.max_completion_tokens) == (size * G, T_MAX)
+        assert (counts.sequences, counts.max_completion_tokens) == (size * G, config.rollout.max_completion_tokens)
         assert counts.tokens == sum(int(rollout.completion_mask[i].sum()) for i in rows)
         for batch in batches:
             assert padded_tokens(batch) <= tokens or len(batch.rollout) == 1
