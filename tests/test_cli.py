@@ -1,6 +1,5 @@
 """The commands as a user meets them: a run's files, the same numbers again, one-line errors."""
 
-import importlib
 import math
 import os
 import re
@@ -17,7 +16,6 @@ import torch
 from processes import metric_lines, one_layer
 from safetensors.torch import load_file, save_file
 
-import pspo.__main__
 import pspo.config
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
@@ -362,43 +360,6 @@ def test_a_bad_configuration_stops_before_anything_is_loaded(here, refused, monk
     (here / "thesis.tex").write_text("mine")
     monkeypatch.setattr(pspo.run.run, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
     assert switch.partition("=")[0] in refused(train, f"--{switch}")
-
-
-HOME_COMMANDS = {  # words, and the file that they write at home
-    "train": (
-        "--config=~/run.yaml --run.fork_from=~/run --run.output_dir=~/fork --run.max_steps=4",
-        "fork/summary.json",
-    ),
-    "evaluate": ("--model.name_or_path=~/run/final --run.output_dir=~/results --data.limit=4", "results/results.json"),
-    "export": ("--model.name_or_path=~/run/final --output_dir=~/merged", "merged/model.safetensors"),
-    "view": ("~/run --output ~/page.html", "page.html"),
-    "report": ("~/run --output_dir ~/report", "report/report.md"),
-    "sweep": ("--config=~/sweep.yaml", "swept/.lock"),
-    "compare": ("~/run", "run/summary.json"),  # it prints alone
-}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    words = (*FAST, "--run.test_limit=4", "--model.lora.rank=2", *TINIEST)
-    train([*words, f"--run.output_dir={home}/run"])
-    shutil.copy(home / "run/config.yaml", home / "run.yaml")
-    shutil.copytree(home / "run", home / "swept/e/pspo/seed-0")  # the sweep finds its only run finished
-    experiment = "{methods: {pspo: {}}, seeds: [0], shared: {config: ~/run.yaml}}"
-    (home / "sweep.yaml").write_text(f"{{output: ~/swept, experiments: {{e: {experiment}}}}}")
-    return home
-
-
-@pytest.mark.parametrize("command", HOME_COMMANDS)
-def test_home_folders_are_expanded_in_every_command(home, here, monkeypatch, command):
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    words, written = HOME_COMMANDS[command]
-    module, _ = pspo.__main__.COMMANDS[command.partition(" ")[0]]
-    importlib.import_module(module).main(words.split())
-    assert (home / written).is_file()
-    assert files_of(here) == {}
 
 
 @pytest.mark.slow

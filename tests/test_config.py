@@ -84,6 +84,16 @@ def test_mappings_come_by_switch_and_file(yaml_file):
     assert train_config(f"--rollout.engine={engine}").rollout.engine == yaml.safe_load(engine)
 
 
+def test_paths_at_home_are_expanded(yaml_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    yaml_file("model: {name_or_path: ~/model}\n")
+    config = train_config(
+        "--config=~/own.yaml", "--run.output_dir=~/out", "--run.fork_from=~/run", "--data.path=~/data"
+    )
+    paths = [config.model.name_or_path, config.run.output_dir, config.run.fork_from]
+    assert paths == [str(tmp_path / name) for name in ("model", "out", "run")]
+
+
 @pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-06", "0.000001"])
 def test_floats_in_yaml_and_switches(yaml_file, text):
     args = yaml_file(f"optimizer:\n  lr: {text}\nalgorithm:\n  surrogate: Clip\n")

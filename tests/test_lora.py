@@ -201,7 +201,8 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-def test_folders_hold_adapters_alone_and_load_everywhere(run, tmp_path):
+def test_folders_hold_adapters_alone_and_load_everywhere(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     for folder in (run / "best", run / "final", checkpoints(run)[0]):
         weights = load_file(folder / "adapter_model.safetensors")
         assert all("lora_" in name for name in weights)
@@ -219,7 +220,7 @@ def test_folders_hold_adapters_alone_and_load_everywhere(run, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
         merged = tmp_path / "merged"
-        pspo.run.export.main([f"--model.name_or_path={run / 'final'}", f"--output_dir={merged}"])
+        pspo.run.export.main([f"--model.name_or_path={run / 'final'}", "--output_dir=~/merged"])
         whole = AutoModelForCausalLM.from_pretrained(merged)
         assert (merged / "chat_template.jinja").read_text() == template
         assert not any("lora" in name for name in whole.state_dict())

@@ -17,7 +17,6 @@ from pspo.config import ModelConfig
 from pspo.model import ASSETS, load_policy, load_tokenizer, locate, pad_token_id, stop_token_ids
 from pspo.model.find import check_token_ids
 from pspo.model.linear import onednn_linear, use_onednn
-from pspo.model.load import write_model
 
 CPU = torch.device("cpu")
 
@@ -66,15 +65,6 @@ def test_completions_end_where_the_template_ends_the_assistants_turn(tiny_model,
     model.generation_config = GenerationConfig()
     expected = {tokenizer.convert_tokens_to_ids(token) for token in (eos, end) if token}
     assert stop_token_ids(model, tokenizer) == sorted(expected)
-
-
-def test_saved_models_end_their_turns(tiny_model, tokenizer, tmp_path):
-    """A base model's file names the end of a document alone, 7; completions end at the end of a turn, 556, too."""
-    model = tiny_model()
-    model.generation_config = GenerationConfig(eos_token_id=7, top_k=3)
-    write_model(model, tokenizer, tmp_path)
-    saved = GenerationConfig.from_pretrained(tmp_path)
-    assert (saved.eos_token_id, saved.top_k) == ([7, 556], 3)
 
 
 def test_locate(tmp_path):

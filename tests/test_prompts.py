@@ -15,7 +15,8 @@ from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig, RolloutConfig, T
 from pspo.model import ASSETS, load_policy
 from pspo.model.chat import encode, encode_marked, render_prompts
 from pspo.model.find import load_tokenizer, room_for_prompts, set_template_defaults
-from pspo.rollout import Prompts, PromptStream, encode_prompts, generate, load_prompts, make_sampling, prompt_order
+from pspo.rollout import How, PolicySampler, Prompts, encode_prompts, load_prompts, make_sampling
+from pspo.rollout.prompts import PromptStream, prompt_order
 from pspo.tasks import Problem
 
 QWEN3 = Path(__file__).with_name("qwen3.jinja")
@@ -112,7 +113,7 @@ def test_a_reward_sees_the_beginning_of_an_answer_and_its_completion(tokenizer, 
     assert capsys.readouterr().out == "file test: 2 of 3 prompts end in a turn of the assistant to continue\n"
     policy = load_policy(ModelConfig(), "cpu")
     sampling = make_sampling(policy, tokenizer, RolloutConfig(max_completion_tokens=3, stop_tokens=[]))
-    rollout = generate(policy, tokenizer, prompts.ids, sampling, 2)
+    rollout = PolicySampler(tokenizer).draw(prompts, 2, How(sampling, policy))
     drawn = tokenizer.batch_decode(rollout.completion_ids)
     begun[0] = begun[0].rstrip()
     starts = [text for text in (*begun, "") for _ in range(2)]

@@ -88,14 +88,6 @@ def test_stop_tokens_by_name(tiny_model, tokenizer):
         make_sampling(model, tokenizer, replace(config, stop_tokens=["<|im_end|>", "<end>"]))
 
 
-def test_texts_have_no_special_tokens(tokenizer):
-    end, pad = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    ids = tokenizer("So 3 + 4 = 7.\n#### 7")["input_ids"]
-    rows = [[*ids, end], ids[:3], [pad, *ids[:2], pad, end]]
-    rollout = generate(Scripted(rows), tokenizer, [[1]] * 3, replace(SAMPLING, stop_ids=[end], pad_id=pad))
-    assert rollout.texts == ["So 3 + 4 = 7.\n#### 7", tokenizer.decode(ids[:3]), tokenizer.decode(ids[:2])]
-
-
 def test_a_thought_that_the_prompt_opens_is_open_in_the_text(tokenizer):
     ids, end = tokenizer("so</think>#### 7")["input_ids"], SAMPLING.stop_ids[0]
     prompts = [

@@ -11,35 +11,24 @@ from processes import metric_lines
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pspo.cli.files import read_jsonl
-from pspo.config import ModelConfig
 from pspo.losses import GSPO, Clip, token_weights
-from pspo.model import ASSETS, load_tokenizer
+from pspo.model import ASSETS
 from pspo.rollout import encode_prompts
 from pspo.train import main as train
 from pspo.update.tokens import COLUMNS, token_texts
 
+pytestmark = pytest.mark.usefixtures("here")
 SMALL = ("--run.max_steps=4", "--rollout.prompts=4", "--rollout.max_completion_tokens=32", "--run.test_limit=0",
          "--run.validate_every=0", "--data.limit=20", "--optimizer.lr=1e-3", "--run.quiet")  # fmt: skip
 TEMPERATURE = 0.6
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def make(name, *args):
-        train([*SMALL, f"--run.output_dir={name}", *args])
-        return Path(name)
-
-    return make
+def run(name: str, *args: str) -> Path:
+    train([*SMALL, f"--run.output_dir={name}", *args])
+    return Path(name)
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(ModelConfig())
-
-
-def test_recording_changes_no_number(run):
+def test_recording_changes_no_number():
     every = run("every", "--run.record_tokens=4")
     none = run("none", "--run.record_tokens=0")
     assert (every / "final/model.safetensors").read_bytes() == (none / "final/model.safetensors").read_bytes()
@@ -73,7 +62,7 @@ def plain_numbers(prompt_ids: list[int], ids: list[int]) -> tuple[np.ndarray, np
     ],
     ids=["one pass", "microbatches", "reference", "correction", "sequence level"],
 )
-def test_columns_are_what_the_steps_computed(run, tokenizer, surrogate, args, present):
+def test_columns_are_what_the_steps_computed(tokenizer, surrogate, args, present):
     folder = run(
         "run", "--run.record_tokens=4", "--run.max_steps=2", f"--algorithm.surrogate={type(surrogate).__name__}", *args
     )

@@ -221,7 +221,7 @@ def embedded_data(page):
     return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
-def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, capsys):
+def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, monkeypatch, capsys):
     run = tmp_path / "runs" / "trl"
     make_trainer(tmp_path, PSPO(0.25), callbacks=[Record(run, groups=1)], max_steps=4, learning_rate=0.05).train()
 
@@ -240,7 +240,8 @@ def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, capsys):
     row = tokens[(tokens["step"] == 1) & (tokens["sample"] == 0)].sort_values("position")
     assert "".join(row["text"]).startswith(samples[0]["completion"])
 
-    view([str(run), "--output", str(tmp_path / "page.html")])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    view(["~/runs/trl", "--output", "~/page.html"])
     assert capsys.readouterr().err == ""
     page = embedded_data(tmp_path / "page.html")
     assert [len(group["completions"]) for group in page["groups"]] == [GROUP, GROUP]

@@ -33,13 +33,14 @@ def compare(*paths):
     main(list(map(str, paths)))
 
 
-def test_problems_are_paired(tmp_path, capsys):
+def test_problems_are_paired(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
     right = {"A": {0, 1}, "B": {1, 2, 3, 4, 5, 6}}
-    a, b = (
+    _, b = (
         write_evaluation(tmp_path / name, [record(i, 0, i in correct) for i in range(7)])
         for name, correct in right.items()
     )
-    compare(a, b / "results.json")
+    compare("~/A", b / "results.json")
     out = capsys.readouterr().out
     difference = np.array([-1, 0, 1, 1, 1, 1, 1])
     low, high = (f"{100 * bound:.1f}" for bound in cluster_bootstrap(difference))

@@ -93,11 +93,13 @@ def saved(monkeypatch):
 
 
 @pytest.fixture
-def report(tmp_path, capsys, saved):
+def report(tmp_path, capsys, monkeypatch, saved):
     """Runs the command; returns {(task, table, row, column): (seeds, mean, low, high)}, report.md and stderr."""
 
+    monkeypatch.setenv("HOME", str(tmp_path))
+
     def run(*roots):
-        main([*map(str, roots or [tmp_path / "runs"]), "--output_dir", str(tmp_path / "out")])
+        main([*map(str, roots or ["~/runs"]), "--output_dir", "~/out"])
         table = pd.read_csv(tmp_path / "out/table.csv")
         cells = {
             (task, *rest[:3]): rest[3:7] for task, *rest in table.astype(object).where(table.notna(), None).to_numpy()

@@ -200,11 +200,13 @@ def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys):
     assert sorted(calls()[2:]) == sorted(f"e/{setting}/seed-0" for setting in (A, B, C, D))
 
 
-def test_a_finished_run_or_evaluation_with_other_switches_is_refused(here, capsys):
+def test_a_finished_run_or_evaluation_with_other_switches_is_refused(here, monkeypatch, capsys):
     one = {"methods": {"pspo": {}}, "evaluate": {"evaluation": {"data.limit": 4}}}
     sweep_file(**one)
     assert sweep() == 0
-    assert sweep("--output", "./out") == 0  # another spelling
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    assert sweep("--output", "./out") == sweep("--output", "~/out") == 0  # other spellings
+    assert len(calls()) == 3
     for folder in ("out/e/pspo/seed-0/evaluation", "out/e/untrained/tiny-base/evaluation"):
         words = ["--data.limit", "4", "--model.name_or_path", "of/this/run", "--run.output_dir", folder]
         Path(folder, "config.yaml").write_text(to_yaml(parse(EvaluateConfig, "pspo.evaluate", words)[1]))
