@@ -154,7 +154,7 @@ def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
     return total, kl_sum / max(sum(lengths.values()), 1)
 
 
-def naive_update(policy, rollout, advantages, config, sgd=None, limit=math.inf):
+def naive_update(policy, rollout, advantages, config, sgd=None):
     """The same as `update` without its short cuts; returns weights, pairs of loss and mean KL, and gradient norms."""
     algorithm = config.algorithm
     max_grad_norm = config.optimizer.max_grad_norm
@@ -173,7 +173,7 @@ def naive_update(policy, rollout, advantages, config, sgd=None, limit=math.inf):
     losses, norms = [], []
     for _ in range(algorithm.epochs):
         for part in groups:
-            if len(losses) == limit:
+            if len(losses) == config.run.max_steps:
                 break
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import naive
 import pytest
-import reference
 import torch
 from naive import make_rollout
 from processes import run_command
@@ -25,7 +24,7 @@ from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, lo
 from pspo.model.adapters import save_adapters
 from pspo.model.device import autocast
 from pspo.model.lora import fuse_adapters, fused_forward
-from pspo.rollout import Rollout, Sampling, encode_prompts, generate
+from pspo.rollout import Rollout
 from pspo.run.folders import checkpoints
 from pspo.train import main
 from pspo.update import Learner, update
@@ -60,10 +59,6 @@ def make_rows() -> tuple[Rollout, torch.Tensor]:
 
 
 make_config = partial(naive.make_config, PSPO(0.3), optimizer={"name": "sgd", "lr": 0.1, "max_grad_norm": 0})
-
-
-def adapters(policy) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -120,19 +115,6 @@ def test_swapped_adapters_are_seen_by_the_next_pass(autocast_mode):
     assert (first - other).abs().max() > 0.1
 
 
-def test_rollouts_run_the_adapters():
-    """What our loop decodes greedily is what the log-probs with adapters find likeliest, and not the base's."""
-    tokenizer = load_tokenizer(LORA)
-    texts = []
-    for policy in (make_policy(), load_policy(ModelConfig("tiny-base"), CPU)):
-        prompts = encode_prompts(tokenizer, ["What is 3 + 4?", "Tom has 5 apples and eats 2. How many are left?"])
-        sampling = Sampling([tokenizer.eos_token_id], tokenizer.pad_token_id, 0.0, max_completion_tokens=16)
-        rollouts = [generate(policy, tokenizer, prompts, replace(sampling, decoder=d), 1) for d in ("pspo", "hf")]
-        assert torch.equal(*(rollout.completion_ids for rollout in rollouts))
-        texts.append(rollouts[0].texts)
-    assert texts[0] != texts[1]
-
-
 def test_adapters_are_float32_beside_a_bfloat16_base():
     policy = make_policy(replace(LORA, dtype="bfloat16"))
     for name, parameter in policy.named_parameters():
@@ -165,26 +147,6 @@ def test_the_reference_is_the_model_with_the_adapters_it_began_from(tmp_path):
         expected = token_logprobs(load_policy(model, CPU), *batch.rollout.token_ids, 0.7).detach()
         assert torch.equal(batch.ref_logprobs, expected)
         assert torch.equal(token_logprobs(policy, *rollout.token_ids, 0.7).detach(), now)  # swapped back
-
-
-def test_loss_and_gradients_are_pefts(tmp_path):
-    """Through `update`, against PEFT's own forward pass row by row in float64, and autograd over all logits."""
-    policy, (rollout, advantages) = make_policy(), make_rows()
-    save_adapters(policy, tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-base", dtype=torch.float64)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
-    logprobs, mask = reference.batch_logprobs(theirs, rollout.token_ids, 0.7), rollout.completion_mask
-    ratio = (logprobs - logprobs.detach()).exp()
-    expected = (-(0.7 * ratio + 0.3) * advantages[:, None])[mask].sum() / mask.sum()
-    expected.backward()
-
-    start, lr = adapters(policy), 0.1
-    learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr))
-    (metrics,) = update(learner, rollout, advantages, make_config(epochs=1))
-    assert metrics["loss"] == pytest.approx(expected.item(), rel=2e-5)
-    gradients = {name.removeprefix("base_model.model."): p.grad for name, p in theirs.named_parameters()}
-    for name, weight in adapters(policy).items():
-        assert ((start[name] - weight) / lr - gradients[name]).norm() < 1e-4 * gradients[name].norm(), name
 
 
 # --- runs and folders -------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_rewards_see_tags_whether_they_are_special_or_not(tokenizer, special, op
     assert (ids[0] > 500) == (opened == "")  # a tag is one token
     prompt = tokenizer(f"<|im_start|>assistant\n{opened}")["input_ids"]
     sampling = replace(SAMPLING, stop_ids=[end], pad_id=pad, max_completion_tokens=40)
-    (text,) = generate(Scripted([[*ids, end, pad]]), tokenizer, [prompt], sampling).texts
+    (text,) = generate(Scripted([[*ids, pad, end]]), tokenizer, [prompt], sampling).texts
     assert text == opened.strip() + drawn
     assert math_reward(text, gold) == value
 
