@@ -15,7 +15,7 @@ import pspo.__main__
 from pspo.cli.files import to_yaml
 from pspo.cli.parse import parse, resolve, switch_types
 from pspo.config import EvaluateConfig, LoraConfig, ModelConfig, TrainConfig
-from pspo.losses import CISPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip, OffPolicyMask, Surrogate
+from pspo.losses import CISPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip, OffPolicyMask
 from pspo.model.find import TINY_BYTES, find_default_lr
 from pspo.tasks import FormatReward, MathReward
 
@@ -220,26 +220,16 @@ def test_configurations_of_the_repository_are_read(name):
     assert "smollm2" in train_config(f"--config={TINY.parent / name}.yaml").model.name_or_path.lower()
 
 
-@dataclass(frozen=True)
-class MyLoss(Surrogate):
-    """A loss of a user's own."""
-
-    strength: float = 2.0
-
-    def __call__(self, logprobs, old_logprobs, advantages, mask):
-        return -self.strength * logprobs * advantages * mask
-
-
 def my_term(losses, x):
     return losses * x.mask
 
 
 def test_own_surrogate_and_terms_by_import_path(yaml_file):
     terms = "[test_config.my_term, {class_path: pspo.losses.OffPolicyMask, init_args: {threshold: 0.1}}]"
-    args = ["--algorithm.surrogate=test_config.MyLoss", "--algorithm.surrogate.strength", "3"]
+    args = ["--algorithm.surrogate=test_surrogates.SquaredRatio", "--algorithm.surrogate.strength", "3"]
     config, resolved = parse(TrainConfig, "pspo.train", [*args, f"--algorithm.terms={terms}"])
     surrogate = config.algorithm.surrogate
-    assert (type(surrogate).__module__, type(surrogate).__name__, surrogate.strength) == ("test_config", "MyLoss", 3.0)
+    assert (type(surrogate).__name__, surrogate.strength) == ("SquaredRatio", 3.0)
     assert [config.algorithm.terms[0].__name__, config.algorithm.terms[1]] == ["my_term", OffPolicyMask(0.1)]
     assert train_config(*yaml_file(to_yaml(resolved))).algorithm == config.algorithm
 

@@ -17,7 +17,7 @@ import pspo.run.folders
 import pspo.run.recorder
 from pspo.cli.files import read_jsonl
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import checkpoints, describe_file, find_damage
+from pspo.run.folders import checkpoints, describe_file, find_damage, write_manifest
 from pspo.run.resume import find_checkpoint
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -38,8 +38,12 @@ DAMAGE = {
 
 def test_a_damaged_checkpoint_is_named_and_skipped(cut_off, whole, capfd):
     newest = cut_off / "checkpoints/step-000004"
+    (newest / "shards").mkdir()
+    (newest / "shards/0.distcp").write_text("a shard")  # as ranks write them
+    (newest / "manifest.json").unlink()
+    write_manifest(newest)
     shutil.copytree(newest, "kept")
-    for name in ("model.safetensors", "parts.pt", "rank-0.pt", "manifest.json"):
+    for name in ("model.safetensors", "parts.pt", "rank-0.pt", "shards/0.distcp", "manifest.json"):
         for spoil in DAMAGE.values():
             spoil(newest / name)
             assert find_checkpoint(cut_off).name == "step-000002"

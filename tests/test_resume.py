@@ -40,37 +40,30 @@ class Noisy(Reward):
         return [random.random() + random.gauss(0, 1) + np.random.rand() for _ in completions]  # noqa: NPY002
 
 
-class Counting(Surrogate):
-    """NoClip with a weight that depends on the step and on how often it was called."""
-
+class CountsCalls:
     calls = 0
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+class Counting(CountsCalls, Surrogate):
+    """NoClip with a weight that depends on the step and on how often it was called."""
 
     def __call__(self, logprobs, old_logprobs, advantages, mask, step):
         self.calls += 1
         return NoClip()(logprobs, old_logprobs, advantages, mask) * (1 + step / self.calls + self.calls)
 
-    def state_dict(self):
-        return {"calls": self.calls}
 
-    def load_state_dict(self, state):
-        self.calls = state["calls"]
-
-
-class Fading:
+class Fading(CountsCalls):
     """A term whose factor depends on how often it was called."""
-
-    def __init__(self) -> None:
-        self.calls = 0
 
     def __call__(self, losses, x):
         self.calls += 1
         return losses * (1 + 1 / self.calls)
-
-    def state_dict(self):
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state):
-        self.calls = state["calls"]
 
 
 def train(output: str, *args: str) -> int:

@@ -16,7 +16,7 @@ import pytest
 import reference
 import torch
 from light_rewards import Leaves, asks_for_a_loop, calls_in_turn
-from processes import run_command
+from processes import TINY, run_command
 
 from pspo.cli.files import read_jsonl
 from pspo.tasks import ExactMatch, MathVerifyReward, SoftOverlong
@@ -190,9 +190,9 @@ def tells(completions, completion_ids, truncated):
 def test_what_a_run_makes_of_its_rewards(tmp_path, tokenizer):
     """Rewards hear which completions hit the limit, and advantages are made of them as the switch says."""
     switches = (
-        "--rollout.prompts=8", "--rollout.max_completion_tokens=18", "--algorithm.advantages=rloo",
-        "--data.limit=9", "--run.max_steps=2", "--run.validate_every=0", "--run.test_limit=0", "--run.record_tokens=8",
-        "--reward.functions=test_rewards.tells", f"--run.output_dir={tmp_path / 'out'}",
+        *TINY, "--rollout.prompts=8", "--rollout.max_completion_tokens=18", "--algorithm.advantages=rloo",
+        "--run.max_steps=2", "--run.record_tokens=8", "--reward.functions=test_rewards.tells",
+        f"--run.output_dir={tmp_path / 'out'}",
     )  # fmt: skip
     TOLD.clear()
     assert run_command(main, *switches) == 0

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -172,9 +171,8 @@ REFUSED = {
 def test_a_hostile_program_gains_nothing_and_leaves_nothing(kind, tmp_path):
     (tmp_path / "kept").write_text("kept")
     code = (ENDLESS | REFUSED)[kind].replace("HERE", str(tmp_path))
-    threads, began = threading.active_count(), time.monotonic()
+    threads = threading.active_count()
     assert value(f"{code}\n{SQUARE}", seconds=0.4 if kind in ENDLESS else 1.5) == 0
-    assert time.monotonic() - began < 15
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"kept": "kept"}
     assert os.stat(tmp_path / "kept").st_mode & 0o400
     assert not children()

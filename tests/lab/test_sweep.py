@@ -10,11 +10,11 @@ import re
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import yaml
+from processes import until
 
 from pspo.cli.files import to_yaml
 from pspo.cli.parse import parse
@@ -105,13 +105,6 @@ def calls() -> list[str]:
     return [call["run"] for call in noted()]
 
 
-def wait_for_calls(n: int) -> None:
-    deadline = time.monotonic() + 60
-    while len(noted()) < n:
-        assert time.monotonic() < deadline, "took too long"
-        time.sleep(0.02)
-
-
 def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, capsys):
     sweep_file(search=SEARCH, seeds=[0, 1], evaluate={"evaluation": {"data.limit": 4, "eval.samples": 2}})
     grid = {A: 0.1, B: 0.6, C: 0.3, D: 0.5}  # B and D are kept; B was lucky with seed 42
@@ -186,7 +179,7 @@ def test_failed_runs_are_named_and_retried_on_request_and_nothing_is_selected_wi
 def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys):
     sweep_file()
     world(seconds=600)
-    stop = threading.Thread(target=lambda: (wait_for_calls(2), os.kill(os.getpid(), signal.SIGTERM)))
+    stop = threading.Thread(target=lambda: (until(lambda: len(noted()) == 2), os.kill(os.getpid(), signal.SIGTERM)))
     stop.start()
     assert sweep("--workers", "2") == 130
     stop.join()
