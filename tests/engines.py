@@ -4,7 +4,7 @@ import importlib.metadata
 
 import pytest
 import torch
-from processes import one_layer, run_command
+from processes import TINY, run_command
 
 from pspo.config import TrainConfig
 from pspo.model import load_policy, load_tokenizer
@@ -46,14 +46,12 @@ class Copy:
     def close(self): ...
 
 
-TINY = (
-    f"--model.name_or_path={one_layer()}", "--reward.functions=[SoftOverlong]", "--reward.functions.buffer=24",
-    "--rollout.engine=engines.Copy", "--rollout.prompts=4", "--rollout.max_completion_tokens=24",
-    "--rollout.temperature=1.0", "--data.limit=100",
-    "--run.max_steps=6", "--run.save_every=2", "--run.test_limit=0", "--run.validate_every=4",
-    "--run.validation_limit=4", "--optimizer.lr=1e-3", "--run.quiet",
+RUN = (
+    *TINY, "--reward.functions=[SoftOverlong]", "--reward.functions.buffer=24", "--rollout.engine=engines.Copy",
+    "--rollout.prompts=4", "--rollout.max_completion_tokens=24", "--data.limit=100", "--run.save_every=2",
+    "--run.validate_every=4", "--run.validation_limit=4", "--run.quiet",
 )  # fmt: skip
 
 
 def train(output: str, *args: str) -> int:
-    return run_command(main, *TINY, f"--run.output_dir={output}", *args)
+    return run_command(main, *RUN, f"--run.output_dir={output}", *args)

@@ -375,10 +375,6 @@ class Stream:
     def __exit__(self, *_): ...
 
 
-def seed_gpu(seed: int) -> None:
-    GENERATOR.manual_seed(seed)
-
-
 def set_gpu_state(state, device="cuda") -> None:
     if on_gpu(state):
         raise TypeError("expected a torch.ByteTensor, but got torch.cuda.ByteTensor")
@@ -407,7 +403,7 @@ def patch_cuda() -> None:
         setattr(torch.cuda, name, functools.partial(reply, answer))
     torch.cuda.is_current_stream_capturing = lambda: bool(captures)
     torch.cuda.synchronize = lambda device=None: wait("synchronize")
-    torch.cuda.manual_seed_all = seed_gpu
+    torch.cuda.manual_seed_all = GENERATOR.manual_seed
     torch.cuda.get_rng_state = lambda device="cuda": GENERATOR.get_state()
     torch.cuda.set_rng_state = set_gpu_state
     torch.cuda.Stream = Stream

@@ -28,7 +28,6 @@ FIRST = {  # of test: a change of wording, of the order of draws or of a hash ch
     ],
 }  # fmt: skip
 
-every_task = pytest.mark.parametrize("task", TASKS)
 every_split = pytest.mark.parametrize("split", SPLITS)
 
 
@@ -45,7 +44,7 @@ def test_the_first_problem_is_this(task):
     assert take(task, "test", 1) == FIRST[task]
 
 
-@every_task
+@pytest.mark.parametrize("task", TASKS)
 def test_a_seed_decides_the_problems_and_no_split_shares_one(task):
     assert take(task, "train", 50, seed=3) == take(task, "train", 50, seed=3) != take(task, "train", 50, seed=4)
     shown = word_of if task == "letters" else lambda problem: problem.prompt

@@ -245,15 +245,7 @@ def test_sampling_has_the_commands_defaults(tiny_model):
 FILE = Path(__file__).parents[1] / "examples" / "grpo.py"
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def test_grpo_in_one_file_is_the_command(tmp_path, one_thread, monkeypatch):
+def test_grpo_in_one_file_is_the_command(tmp_path, monkeypatch):
     monkeypatch.setitem(pspo.tasks.datasets.GENERATED_SIZES, "train", 200)  # 10,000 take seconds
     source = FILE.read_text(encoding="utf-8")
     specification = importlib.util.spec_from_file_location("grpo", FILE)

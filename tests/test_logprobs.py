@@ -92,13 +92,6 @@ CASES = {  # rows, and how many tokens each pass of the body sees
 }
 
 
-def count_tokens(model):
-    """List that gets the number of tokens of each pass."""
-    tokens = []
-    model.get_input_embeddings().register_forward_hook(lambda _, ids, out: tokens.append(ids[0].numel()))
-    return tokens
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "case"),
     [
@@ -114,7 +107,8 @@ def test_equals_unpadded_rows(tiny_model, monkeypatch, name, dtype, case):
     monkeypatch.setattr(pspo.model.shared_prompts, "MIN_PREFIX", 1)
     rows, passes = CASES[case]
     model = tiny_model(name, dtype=dtype)
-    tokens = count_tokens(model)
+    tokens = []
+    model.get_input_embeddings().register_forward_hook(lambda _, ids, out: tokens.append(ids[0].numel()))
     actual = token_logprobs(model, *rows, 0.7)
     if name in COLUMNS_COUNT and len(passes) == 3:
         passes = [passes[1] + 3 * passes[0], passes[2]]

@@ -45,14 +45,6 @@ def train(output: Path, strategy: str, *args: str, number: int = 2, fault: Calla
     return ranks(rank, number)
 
 
-def die_in_second(function: str, rank: int, number: signal.Signals) -> Callable[[], None]:
-    def fault() -> None:
-        if os.environ["RANK"] == str(rank):
-            before(function, lambda *_: send(number), nth=2)
-
-    return fault
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> dict[str, Path]:
     """By strategy, a run of two ranks that nothing happened to."""
@@ -120,7 +112,12 @@ def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exac
     if args:
         expected = tmp_path / "whole"
         assert train(expected, strategy, *args) == [0, 0]
-    codes = train(output, strategy, *args, fault=die_in_second(function, 1, number))
+
+    def fault() -> None:
+        if os.environ["RANK"] == "1":
+            before(function, lambda *_: send(number), nth=2)
+
+    codes = train(output, strategy, *args, fault=fault)
     if number == signal.SIGTERM:
         assert codes == [75, 75]
         assert checkpoints(output)[0].name == ("step-000004" if function == "update" else "step-000002")

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import reference
 import torch
-from batches import random_batch
+from batches import AGGREGATIONS, random_batch
 
 from pspo.losses import (
     Counts,
@@ -18,8 +18,6 @@ from pspo.losses import (
     correction_weights,
     diagnose_correction,
 )
-
-each_mode = pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 
 
 @pytest.mark.parametrize("share", ["0.6", "0.55", "0.28", "0.15", "0.07", "1"])
@@ -53,7 +51,7 @@ def test_values_worked_by_hand(mode, expected, share):
     assert nothing == {"kl_sampler_old": 0.0, "sampler_ratio_max": 1.0, "corrected_share": 0.0}
 
 
-@each_mode
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 @pytest.mark.parametrize("distance", [-1e30, 200.0])
 def test_finite_and_bounded_at_extreme_ratios(mode, distance):
     old = torch.zeros(2, 3000)
@@ -88,13 +86,11 @@ def test_the_off_policy_mask_equals_the_reference(seed):
 # ---------------------------------------------------------------- aggregation
 
 
-HOWS = ["dapo", "grpo", "dr_grpo"]
-each_how = pytest.mark.parametrize("how", HOWS)
 LENGTHS = torch.tensor([6, 1, 0, 4, 2, 6, 3, 5])
 COUNTS = Counts(27, 8, 10)
 
 
-@each_how
+@pytest.mark.parametrize("how", AGGREGATIONS)
 @pytest.mark.parametrize(("garbage", "seed"), [(math.nan, 0), (math.inf, 1)], ids=str)
 def test_value_and_gradient_equal_the_oracle_and_garbage_under_the_mask_is_never_seen(how, garbage, seed):
     per_token_loss, _, _, mask = random_batch(LENGTHS.tolist(), seed)
