@@ -5,8 +5,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from pspo.cli.files import named_damage, read_jsonl
 from pspo.tasks.files import plain
 
@@ -46,10 +44,3 @@ def read_dump(folder: Path) -> list[Record]:
                     "rewards": {name: number for name, number in numbers.items() if name != "step"},
                 })  # fmt: skip
     return samples
-
-
-def dump_metrics(samples: list[Record]) -> pd.DataFrame:
-    """Step, mean reward and the mean of every other number, by step."""
-    rewards = pd.DataFrame([sample["rewards"] for sample in samples], dtype=float).add_prefix("reward/")
-    about = pd.DataFrame(samples, columns=["step", "reward"])
-    return about.join(rewards).groupby("step", as_index=False).mean()

@@ -21,7 +21,7 @@ import pandas as pd
 from pspo.cli.files import DAMAGE, flat, read_config, read_json, read_jsonl
 from pspo.cli.terminal import one_line
 from pspo.tasks.files import local_path
-from pspo_lab.dumps import dump_metrics, is_dump, read_dump
+from pspo_lab.dumps import is_dump, read_dump
 from pspo_lab.settings import (
     DATA,
     MODEL,
@@ -181,8 +181,11 @@ def sort_runs(runs: Runs) -> Runs:
 def read_run(folder: Path) -> LabRun:
     """Read a run's folder; raises ValueError if it is damaged."""
     if not (folder / "metrics.jsonl").exists():
-        metrics = dump_metrics(read_dump(folder))
-        return LabRun(folder, complete_switches(folder, {"trainer": "verl"}), metrics, {})
+        samples = read_dump(folder)
+        rewards = pd.DataFrame([sample["rewards"] for sample in samples], dtype=float).add_prefix("reward/")
+        metrics = pd.DataFrame(samples, columns=["step", "reward"]).join(rewards)
+        means = metrics.groupby("step", as_index=False).mean()
+        return LabRun(folder, complete_switches(folder, {"trainer": "verl"}), means, {})
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
     return LabRun(folder, read_switches(folder), read_metrics(folder), summary)
 

@@ -61,7 +61,11 @@ def export(config: ExportConfig) -> None:
     summary = f"adapters merged into {dtype} weights, saved in {saved_dtype}"
     with whole_folder(output) as folder:
         write_model(merged, tokenizer, folder)
-        merged_card(adapters, summary).save(folder / "README.md")
+        file = adapters / "README.md"
+        card = ModelCard.load(file) if file.is_file() else ModelCard("---\n{}\n---\n# Merged model\n")
+        card.data.library_name = "transformers"
+        card.text = card.text.replace(MERGE_FIRST, "") + f"\n## Merged\n\n{summary.capitalize()}.\n"
+        card.save(folder / "README.md")
     print(f"{summary}: {output}")
 
 
@@ -72,15 +76,6 @@ def base_dtype(adapters: Path) -> str:
         return "float32"
     with safe_open(file, framework="pt") as weights:
         return (weights.metadata() or {}).get("base_dtype", "float32")
-
-
-def merged_card(adapters: Path, summary: str) -> ModelCard:
-    """The adapters' card, if they have one, as the merged model's."""
-    file = adapters / "README.md"
-    card = ModelCard.load(file) if file.is_file() else ModelCard("---\n{}\n---\n# Merged model\n")
-    card.data.library_name = "transformers"
-    card.text = card.text.replace(MERGE_FIRST, "") + f"\n## Merged\n\n{summary.capitalize()}.\n"
-    return card
 
 
 def main(args: Sequence[str] | None = None) -> None:

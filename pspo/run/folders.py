@@ -61,21 +61,16 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        fsync_tree(temporary)
+        rights = temporary.stat().st_mode & 0o666  # of the umask: safetensors are the owner's alone
+        for path in (*temporary.rglob("*"), temporary):
+            if path.is_file():
+                path.chmod(rights)
+            fsync(path)
         if folder.exists():
             folder.rename(replaced)
         temporary.rename(folder)
         fsync(folder.parent)
         shutil.rmtree(replaced, ignore_errors=True)
-
-
-def fsync_tree(folder: Path) -> None:
-    """Flush a folder to the disk; its files get the rights of the umask: safetensors are the owner's alone."""
-    rights = folder.stat().st_mode & 0o666
-    for path in (*folder.rglob("*"), folder):
-        if path.is_file():
-            path.chmod(rights)
-        fsync(path)
 
 
 def fsync(path: Path) -> None:

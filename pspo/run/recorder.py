@@ -18,7 +18,7 @@ from pspo.environments import transcripts
 from pspo.rollout import Experience, Prompts
 from pspo.run.folders import describe_newest, write_errors
 from pspo.run.metrics import mean_of_known, rollout_metrics, sample_line, sample_record, status
-from pspo.run.trackers import log_rollout, start_tracker
+from pspo.run.trackers import Service, TensorBoard, log_rollout
 from pspo.update.learner import Learner
 from pspo.update.tokens import TOKENS, TokenRecord, write_tokens
 
@@ -71,8 +71,11 @@ class Recorder:
         first = self.first_step if self.line else self.learner.steps
         self.bar = Bar(desc="step", unit="step", quiet=quiet, total=self.config.run.max_steps, initial=first)
         self.tracker = None
-        if dist.is_main() and self.config.run.tracker != "none":
-            self.tracker = start_tracker(self.config.run.tracker, self.output, settings, self.learner.steps)
+        name = self.config.run.tracker
+        if dist.is_main() and name == "tensorboard":
+            self.tracker = TensorBoard(self.output, self.learner.steps)
+        elif dist.is_main() and name != "none":
+            self.tracker = Service(name, self.output, settings, self.learner.steps)
         return self.bar
 
     @property

@@ -61,10 +61,6 @@ def check_tracker(name: str) -> None:
         raise ValueError(f"--run.tracker {name}: {error}; pip install 'pspo[{name}]'") from error
 
 
-def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int) -> TensorBoard | Service:
-    return TensorBoard(folder, step) if name == "tensorboard" else Service(name, folder, config, step)
-
-
 def log_rollout(tracker: TensorBoard | Service, line: dict[str, float], samples: list[dict[str, Any]]) -> None:
     """Log the finite values of a line of ``metrics.jsonl``, and its samples; chats as JSON."""
     metrics = {name: value for name, value in line.items() if name != "step" and math.isfinite(value)}

@@ -18,7 +18,7 @@ import reprlib
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -201,15 +201,6 @@ def event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Result of a coroutine in `event_loop`; it is cancelled if a signal ends the wait."""
-    future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
-    try:
-        return future.result()
-    finally:
-        future.cancel()
-
-
 def finite_number(value: Any) -> float | None:
     """A number, of numpy or torch too, as a float; None if it is none, not finite, or too large."""
     if hasattr(value, "item"):
@@ -244,7 +235,11 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
         with undo_changes():
             values = function(**arguments)
             if inspect.iscoroutine(values):
-                values = run_coroutine(values)
+                future = asyncio.run_coroutine_threadsafe(values, event_loop())
+                try:
+                    values = future.result()
+                finally:
+                    future.cancel()  # if a signal ends the wait
     except SystemExit as error:
         raise RewardError(f"reward {name} called sys.exit({error.code!r})") from error
     values = values.tolist() if hasattr(values, "tolist") else values
