@@ -13,15 +13,24 @@ import torch
 
 import pspo.evaluate.__main__
 from pspo.cli.files import read_jsonl
-from pspo.config import DataConfig, ModelConfig, RolloutConfig
+from pspo.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.environments.episodes import observation_ids
 from pspo.environments.tools import parse_calls
 from pspo.model import ASSETS, load_model_config, load_policy, load_tokenizer
 from pspo.model.chat import completion_texts, encode, render_prompts
 from pspo.model.find import set_template_defaults
-from pspo.rollout import How, PolicySampler, Prompts, Rollout, encode_prompts, left_pad, load_prompts, make_sampling
-from pspo.tasks import ExactMatch, FormatReward, Problem, SoftOverlong, total_rewards
+from pspo.rollout import (
+    How,
+    PolicySampler,
+    Prompts,
+    Rollout,
+    encode_prompts,
+    left_pad,
+    load_prompts,
+    make_sampling,
+)
+from pspo.tasks import ExactMatch, FormatReward, Problem, SoftOverlong
 from pspo.tasks.calculator import Calculator, calculate
 from pspo.train import main
 
@@ -385,15 +394,17 @@ def test_rewards_are_the_functions_of_the_last_turn_plus_the_environments(policy
     prompts = Prompts(problems, encode_prompts(tokenizer, texts, ""))
     rollout = sampler.draw(prompts, 1, How(sampling.greedy(), policy))
     earned = rollout.environment_rewards
-    totals, by_name, *_ = total_rewards([FormatReward()], [0.5], rollout.texts, problems, **rollout.reward_inputs)
+    totals, by_name, *_ = rollout.score(problems, RewardConfig([FormatReward()], [0.5]), 0, 128)
     assert by_name == {"FormatReward": FormatReward()(rollout.texts, problems), "environment": earned}
     assert totals == pytest.approx([0.5 * a + b for a, b in zip(*by_name.values(), strict=True)])
-    none, *_ = total_rewards([ExactMatch()], None, rollout.texts, problems, **rollout.reward_inputs)
+    none, *_ = rollout.score(problems, RewardConfig([ExactMatch()]), 0, 128)
     assert none == earned  # problems without an answer
-    assert rollout.reward_inputs["completion_ids"] == [[t for t, drawn in row if drawn] for row in rows_of(rollout)]
+    seen = []
+    log = RewardConfig([lambda completion_ids, **_: seen.append(completion_ids) or [0.0] * len(completion_ids)])
+    rollout.score(problems, log, 0, 128)
+    assert seen == [[[t for t, drawn in row if drawn] for row in rows_of(rollout)]]
     lengths = [len(row) for row in rows_of(rollout)]  # with the observations, as the limit counts them
-    punished = total_rewards([SoftOverlong(100)], None, rollout.texts, problems, max_completion_tokens=128,
-                             **rollout.reward_inputs).by_function["SoftOverlong"]  # fmt: skip
+    punished = rollout.score(problems, RewardConfig([SoftOverlong(100)]), 0, 128).by_function["SoftOverlong"]
     assert punished == pytest.approx([-min(1, max(0, length - 28) / 100) for length in lengths])
     assert min(lengths) > 28
 

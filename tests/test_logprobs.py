@@ -138,6 +138,15 @@ def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch, chunk
     assert sorted(chunks) == sorted(sizes if len(sizes) == 1 else 2 * sizes)
 
 
+def test_a_row_without_a_token_may_follow_one_that_is_too_long(tiny_model, monkeypatch):
+    prompt_ids, prompt_mask, ids, mask = make_rows((3, 3), (12, 12))
+    mask[1] = False
+    expected = token_logprobs(tiny_model(), prompt_ids, prompt_mask, ids, mask)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 5 * 4 * 64)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", 1)
+    torch.testing.assert_close(token_logprobs(tiny_model(), prompt_ids, prompt_mask, ids, mask), expected)
+
+
 class LargestTensor(TorchDispatchMode):
     """Remembers the most elements that any floating-point tensor had."""
 

@@ -137,7 +137,13 @@ PROBLEMS = [
     Problem("1+1?", Fraction(2), {"hint": "add", "level": 3}, "own", "sum", "easy"),
     Problem([{"role": "user", "content": "Hi"}], "hello", {}, "chat"),
 ]
-GIVEN = {"completion_ids": [[5, 6, 7], [8]], "truncated": [True, False], "step": 12, "max_completion_tokens": 16}
+GIVEN = {
+    "completion_ids": [[5, 6, 7], [8]],
+    "completion_tokens": [3, 1],
+    "truncated": [True, False],
+    "step": 12,
+    "max_completion_tokens": 16,
+}
 
 
 def called_with(function, completions=("#### 2", "hello"), problems=PROBLEMS, **given):

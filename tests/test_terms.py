@@ -49,6 +49,8 @@ def test_values_worked_by_hand(mode, expected, share):
     assert correction_weights(old, old, mask, mode, 1.0).tolist() == [[1, 1, 0]]  # at the cap
     nothing = diagnose_correction(*tokens, ~mask[mask], mode, 3.0)
     assert nothing == {"kl_sampler_old": 0.0, "sampler_ratio_max": 1.0, "corrected_share": 0.0}
+    empty = [values[:0] for values in (*tokens, mask[mask])]  # every completion was truncated, and left out
+    assert diagnose_correction(*empty, mode, 3.0) == nothing
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])

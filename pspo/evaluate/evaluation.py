@@ -13,7 +13,7 @@ from pspo.cli.terminal import Bar
 from pspo.config import EvalConfig, RewardConfig
 from pspo.evaluate.statistics import ESTIMATES, Record, at_k, by_problem, estimates, measures
 from pspo.rollout import How, Prompts, Sampler
-from pspo.tasks import Problem, contains_answer, is_correct, matches_format, total_rewards
+from pspo.tasks import Problem, contains_answer, is_correct, matches_format
 from pspo.tasks.failures import show_failures
 from pspo.tasks.files import plain
 
@@ -52,18 +52,7 @@ def complete(
     with dist.unsharded(how.model):
         rollout = sampler.draw(prompts.take(indices), samples, how)
     problems = [prompts.problems[i] for i in indices for _ in range(samples)]
-    scores = total_rewards(
-        reward.functions,
-        reward.weights,
-        rollout.texts,
-        problems,
-        reward.timeout,
-        reward.on_error,
-        reward.workers,
-        step=step,
-        max_completion_tokens=how.sampling.max_completion_tokens,
-        **rollout.reward_inputs,
-    )
+    scores = rollout.score(problems, reward, step, how.sampling.max_completion_tokens)
     show_failures(scores.failures, shown_failures)
     lengths = rollout.loss_mask.sum(dim=1).tolist()
     terminated = rollout.terminated.tolist()

@@ -109,7 +109,7 @@ def diagnose_correction(
     }
     if callable(mode):
         return statistics
-    if mode.startswith("sequence"):
+    if mode.startswith("sequence") and len(rows):
         rows = rows.long()
         log_r = log_r.new_zeros(int(rows.max()) + 1).index_add(0, rows, log_r)[rows]
     is_corrected = (log_r.exp() > cap) & is_active

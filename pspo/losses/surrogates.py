@@ -63,13 +63,12 @@ class SurrogateError(ValueError):
 
 def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> None:
     """Raise SurrogateError unless the loss of a surrogate or term is (B, T), wide enough and with a gradient."""
-    kind = "surrogate" if isinstance(piece, Surrogate) else "term"
-    name = f"{kind} {getattr(piece, '__name__', type(piece).__name__)}"
+    name = getattr(piece, "__name__", type(piece).__name__)
     if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
-        shape = tuple(logprobs.shape)
-        got = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        rule = f"of every token, shape (B, T) = {shape}; means are taken later, by --algorithm.aggregation"
-        raise SurrogateError(f"{name} returned a loss {got}; it must return that {rule}")
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise SurrogateError(
+            f"{name} returned {got}; it must return a loss per token, (B, T) = {tuple(logprobs.shape)}"
+        )
     if loss.dtype not in (torch.float32, torch.float64):
         raise SurrogateError(f"{name} returned {loss.dtype}; it must return torch.float32 or wider: use .float()")
     if logprobs.requires_grad and not loss.requires_grad:

@@ -69,7 +69,8 @@ def token_logprobs(
         (B, T) float32 (float64 for a float64 model), in nats; with entropies a pair of these.
     """
     completion_mask = completion_mask.cpu()
-    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
+    shared = shares_prompts(model)
+    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask, shared)
     hidden = hidden.flatten(0, 1)[token_index(completion_mask, hidden.device)]  # (N, H)
     targets = Targets(completion_ids.cpu()[completion_mask], nucleus_ids)
     chunks = row_chunks(model, completion_mask)
@@ -89,23 +90,21 @@ def hidden_states(
     prompt_mask: Tensor,
     completion_ids: Tensor,
     completion_mask: Tensor,
-    shared: bool | None = None,
+    shared: bool,
 ) -> Tensor:
     """(B, T, H): the last hidden states, from which the model predicts each completion token.
 
-    Tokens and masks on the CPU spare a wait for a GPU: what rows share is found out on the CPU. It is computed once if
-    ``shared``, by default if `shares_prompts`.
+    With ``shared`` a prompt is computed once for its rows. Tokens and masks should be on the CPU, where it is found.
     """
     ids = torch.cat([prompt_ids.cpu(), completion_ids.cpu()], dim=1)[:, :-1]  # the last token predicts nothing
     mask = torch.cat([prompt_mask.cpu(), completion_mask.cpu()], dim=1)[:, :-1].long()
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     width = prompt_ids.shape[1]
-    if shared is None:
-        shared = shares_prompts(model)
-    states = None
     if shared:
         states = hidden_states_of_shared_prompts(model, ids, mask, positions, width)  # the same to rounding, less work
-    return body_states(model, ids, mask, positions)[:, width - 1 :] if states is None else states
+        if states is not None:
+            return states
+    return body_states(model, ids, mask, positions)[:, width - 1 :]
 
 
 def token_index(mask: Tensor, device: torch.device) -> Tensor:
@@ -137,22 +136,28 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of n targets from last hidden states (n, H): (n,) each, float32 or wider, with gradient.
 
-    More than `chunk_tokens`, of one long row, are computed in pieces. Those are computed again in the backward pass,
-    as everything is with ``recompute``.
+    A row above `chunk_tokens` is recomputed in pieces in the backward pass; with ``recompute`` everything is.
     """
-    most = chunk_tokens(model)
-    if recompute or len(hidden) > most:
-        pieces = []
-        for start in range(0, len(hidden), most):
-            tokens = slice(start, min(start + most, len(hidden)))
-            inputs = (model, hidden[tokens], targets.select(tokens), temperature)
-            pieces.append(checkpoint(head_logprobs, *inputs, use_reentrant=False))
-        logprobs, entropies = zip(*pieces, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+    if recompute or len(hidden) > chunk_tokens(model):
+        return recomputed_logprobs(model, hidden, targets, temperature)
     logits = head_logits(model, hidden, temperature)
     if targets.nucleus is not None:
         logits = logits.masked_fill(excluded_mask(*targets.nucleus, logits), -torch.inf)
     return TokenLogprobs.apply(logits, to_device(targets.ids, logits.device))
+
+
+def recomputed_logprobs(
+    model: PreTrainedModel, hidden: Tensor, targets: Targets, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """`head_logprobs` by pieces of `chunk_tokens`, each computed again in the backward pass."""
+    most = chunk_tokens(model)
+    pieces = []
+    for start in range(0, max(1, len(hidden)), most):  # a row without a token is a piece, too
+        tokens = slice(start, min(start + most, len(hidden)))
+        inputs = (model, hidden[tokens], targets.select(tokens), temperature)
+        pieces.append(checkpoint(head_logprobs, *inputs, use_reentrant=False))
+    logprobs, entropies = zip(*pieces, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 class TokenLogprobs(torch.autograd.Function):

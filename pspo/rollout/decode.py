@@ -170,22 +170,19 @@ class BufferedLayer(DynamicLayer):
         for states in (layer.keys, layer.values):
             repeated = states.to(dtype).repeat_interleave(group_size, dim=0)
             self.buffers.append(pad(repeated, (0, 0, 0, max_completion_tokens)))
-        self.set_length(layer.get_seq_length())
-
-    def set_length(self, length: int) -> None:
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
+        self.keys, self.values = (buffer[:, :, : layer.get_seq_length()] for buffer in self.buffers)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         start = self.get_seq_length()
         end = start + key_states.shape[2]
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = states
-        self.set_length(end)
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.buffers = [buffer[indices] for buffer in self.buffers]
-        self.set_length(self.get_seq_length())
+        self.keys, self.values = (buffer[:, :, : self.get_seq_length()] for buffer in self.buffers)
 
 
 def cache_dtype(states: Tensor) -> torch.dtype:

@@ -14,6 +14,7 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.model import autocast
+from pspo.rollout.generators import random_numbers
 from pspo.rollout.prompts import Prompts, completion_columns
 from pspo.rollout.sampler import How, PolicySampler, left_pad, make_rollout
 from pspo.rollout.types import Completions, Rollout, Sampling
@@ -84,7 +85,7 @@ class EngineSampler:
     def begin(self, prompts: Prompts, group_size: int, how: How) -> None:
         """Begin to draw, with the weights as they are now; the next `draw` by a run's generators returns it."""
         self.engine.push(self.learner.policy, self.learner.steps)
-        with how.random_numbers():
+        with random_numbers(how.generators):
             self.engine.begin(prompts.ids, how.sampling, group_size)
         self.pending = (prompts, group_size, how)
 
@@ -101,7 +102,7 @@ class EngineSampler:
         """The rollout that `begin` has begun."""
         prompts, group_size, how = self.pending
         self.pending = None
-        with how.random_numbers():
+        with random_numbers(how.generators):
             ids, logprobs = self.engine.complete(prompts.ids, how.sampling, group_size)
         prompt_ids, prompt_mask = left_pad(prompts.ids, how.sampling.pad_id)
         completions = Completions(ids, logprobs)

@@ -43,7 +43,7 @@ def seed_all(seed: int) -> None:
 
 
 class Generators:
-    """States of torch's generators for sampling alone, which the global ones have in ``with generators.sampling():``.
+    """The sampling's own states of torch's generators; `random_numbers` puts them into the global ones.
 
     Python's, numpy's and torch's global generators are left to users' code: what a reward, an environment or a loss
     draws from them, or seeds, changes no completion. Making one seeds all. Its state holds both, on this rank.
@@ -69,16 +69,6 @@ class Generators:
         self.states = torch_states(self.device)
         seed_all(mix_seed(seed, steps, is_user_rng=True))
 
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            set_torch_states(self.states, self.device)
-            try:
-                yield
-            finally:
-                self.states = torch_states(self.device)
-
     def state_dict(self) -> dict[str, Any]:
         kind, keys, *position = np.random.get_state()  # noqa: NPY002 (users' code may draw from it)
         return {
@@ -96,3 +86,18 @@ class Generators:
         set_torch_states(state["torch"], self.device)
         self.states = state["sampling"]
         self.max_rows = state["max_rows"]
+
+
+@contextmanager
+def random_numbers(generators: Generators | None) -> Iterator[None]:
+    """Give torch's global generators these states for a `with` block, and keep what they become; nothing for None."""
+    if generators is None:
+        yield
+        return
+    device = generators.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        set_torch_states(generators.states, device)
+        try:
+            yield
+        finally:
+            generators.states = torch_states(device)

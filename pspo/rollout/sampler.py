@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -18,7 +17,7 @@ from pspo.model import autocast, is_out_of_memory
 from pspo.model.chat import completion_texts
 from pspo.model.exactness import check_exactness
 from pspo.rollout.decode import decode
-from pspo.rollout.generators import Generators, set_torch_states, torch_states
+from pspo.rollout.generators import Generators, random_numbers, set_torch_states, torch_states
 from pspo.rollout.graphs import decode_by_graphs
 from pspo.rollout.library import generate_by_library
 from pspo.rollout.prompts import Prompts
@@ -42,10 +41,6 @@ class How:
     model: PreTrainedModel | None = None
     generators: Generators | None = None
 
-    def random_numbers(self) -> AbstractContextManager[None]:
-        """The random numbers of the generators in a `with` block."""
-        return nullcontext() if self.generators is None else self.generators.sampling()
-
 
 class Sampler(Protocol):
     """What draws rollouts: the policy, an engine or an environment, chosen once by `pspo.run.run.Run`."""
@@ -68,7 +63,7 @@ class PolicySampler:
     signals: StopSignals = field(default_factory=StopSignals)
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
-        with how.random_numbers(), autocast(self.autocast_mode, how.model.device):
+        with random_numbers(how.generators), autocast(self.autocast_mode, how.model.device):
             self.signals.is_drawing = True
             try:
                 if self.signals.error is not None:

@@ -8,9 +8,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from pspo.config import Decoder
+from pspo.config import Decoder, RewardConfig
 from pspo.losses import LossInputs
 from pspo.model import Targets, to_device, token_logprobs, unflatten
+from pspo.tasks import Problem, total_rewards
+from pspo.tasks.rewards import Scores
 
 
 def cat_padded(parts: Sequence[Tensor], value: float = 0) -> Tensor:
@@ -160,16 +162,24 @@ class Rollout:
         with torch.no_grad():
             return token_logprobs(model, *self.token_ids, temperature, self.targets(slice(None)).nucleus)
 
-    @property
-    def reward_inputs(self) -> dict[str, list]:
-        """Inputs of rewards besides the texts: drawn ids, lengths as the limit counts them, and whether it was hit."""
-        lengths = self.loss_mask.sum(dim=1).tolist()
-        ids = [row.tolist() for row in self.completion_ids[self.loss_mask].split(lengths)]
-        inputs = {"completion_ids": ids, "truncated": (~self.terminated).tolist()}
-        inputs["completion_tokens"] = self.completion_mask.sum(dim=1).tolist()
-        if self.environment_rewards is not None:
-            inputs["environment_rewards"] = self.environment_rewards
-        return inputs
+    def score(self, problems: list[Problem], reward: RewardConfig, step: int, max_completion_tokens: int) -> Scores:
+        """Rewards of the completions of B problems; the lengths are as the limit counts them."""
+        drawn = self.loss_mask.sum(dim=1).tolist()
+        return total_rewards(
+            reward.functions,
+            reward.weights,
+            self.texts,
+            problems,
+            reward.timeout,
+            reward.on_error,
+            reward.workers,
+            environment_rewards=self.environment_rewards,
+            completion_ids=[row.tolist() for row in self.completion_ids[self.loss_mask].split(drawn)],
+            completion_tokens=self.completion_mask.sum(dim=1).tolist(),
+            truncated=(~self.terminated).tolist(),
+            step=step,
+            max_completion_tokens=max_completion_tokens,
+        )
 
     @property
     def tokens(self) -> int:

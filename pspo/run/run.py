@@ -20,7 +20,7 @@ from pspo.model.find import token_ids
 from pspo.rollout import Experience, How, PolicySampler, PromptStream, make_sampling
 from pspo.rollout.engine import find_engine, start_engine
 from pspo.rollout.experience import Delay
-from pspo.rollout.generators import Generators
+from pspo.rollout.generators import Generators, random_numbers
 from pspo.rollout.prompts import load_splits
 from pspo.rollout.sampler import check_decoding
 from pspo.run.card import model_card
@@ -70,7 +70,7 @@ class Run:
         if device.type == "cpu":  # otherwise several threads add up gradients in any order
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.utils.deterministic.fill_uninitialized_memory = False
-        with self.generators.sampling():
+        with random_numbers(self.generators):
             self.learner = make_learner(config, device)
         policy = self.learner.policy
         sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)

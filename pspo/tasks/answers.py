@@ -176,9 +176,10 @@ def matches_format(completion: str, marker: Marker = "last") -> bool:
 
     Blanks and tabs around the number and one `.` after it are allowed; units, currency, `%` or boxes are not.
     """
-    for line in _marked_lines(after_thoughts(completion), marker)[:1]:
-        return not re.search("[$£€¥₹]", line) and parse_number(line.strip(" \t").removesuffix(".")) is not None
-    return False
+    lines = _marked_lines(after_thoughts(completion), marker)
+    if not lines or re.search("[$£€¥₹]", lines[0]):
+        return False
+    return parse_number(lines[0].strip(" \t").removesuffix(".")) is not None
 
 
 def extract_text(completion: str) -> str:

@@ -129,15 +129,12 @@ class Scores(NamedTuple):
 def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """Everything that rewards may ask for, by name: ``inputs`` before columns of the data of the same names."""
     problems = inputs["problems"]
-    derived: dict[str, Any] = {}
-    for name in dict.fromkeys([*ATTRIBUTES, *(name for problem in problems for name in problem.fields)]):
+    derived: dict[str, Any] = {"prompts": [problem.prompt for problem in problems]}
+    for name in dict.fromkeys(name for problem in problems for name in problem.fields):
         derived[name] = [problem.fields.get(name) for problem in problems]
-        if name in ATTRIBUTES:  # of the sources of a mixture, some have such a column
-            pairs = zip(problems, derived[name], strict=True)
-            derived[name] = [getattr(problem, name) if value is None else value for problem, value in pairs]
-    derived["prompts"] = [problem.prompt for problem in problems]
-    if "completion_ids" in inputs:
-        derived["completion_tokens"] = [len(ids) for ids in inputs["completion_ids"]]
+    for name in ATTRIBUTES:  # of the sources of a mixture, some have such a column
+        values = [problem.fields.get(name) for problem in problems]
+        derived[name] = [getattr(p, name) if v is None else v for p, v in zip(problems, values, strict=True)]
     derived["trainer_state"] = SimpleNamespace(global_step=inputs.get("step", 0))
     return derived | dict.fromkeys(LOGGERS) | inputs  # `call_reward` makes the loggers
 
@@ -165,7 +162,7 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
     for problem in problems:
         problem.fields.update(columns | problem.fields)
     inputs: dict[str, Any] = {"completions": [""], "completion_ids": [[]], "problems": problems[:1]}
-    inputs |= dict.fromkeys(("truncated", "step", "max_completion_tokens"))
+    inputs |= dict.fromkeys(("completion_tokens", "truncated", "step", "max_completion_tokens"))
     shadowed = columns.keys() & all_inputs(inputs | {"problems": []}).keys() - {*ATTRIBUTES}
     for function in functions:
         if isinstance(function, Reward):

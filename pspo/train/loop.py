@@ -13,9 +13,14 @@ from typing import Any
 import torch
 
 from pspo import distributed as dist
-from pspo.rollout import Experience, Rollout, estimate_advantages, group_relative_advantages, refill
+from pspo.rollout import (
+    Experience,
+    Rollout,
+    estimate_advantages,
+    group_relative_advantages,
+    refill,
+)
 from pspo.run.run import Run
-from pspo.tasks import total_rewards
 from pspo.tasks.failures import RewardError, show_failures
 from pspo.update import keep_logprobs, update
 
@@ -65,20 +70,10 @@ def draw_groups(run: Run, n: int) -> Experience:
 
 def score(run: Run, prompt_indices: list[int], rollout: Rollout) -> Experience:
     """Rewards of a rollout of these prompts, NaN where unknown (--reward.on_error none), and its advantages."""
-    reward = run.config.reward
+    problems = run.stream.problems(prompt_indices)
+    limit = run.config.rollout.max_completion_tokens
     with run.phase("reward"):
-        scores = total_rewards(
-            reward.functions,
-            reward.weights,
-            rollout.texts,
-            run.stream.problems(prompt_indices),
-            timeout=reward.timeout,
-            on_error=reward.on_error,
-            workers=reward.workers,
-            step=run.learner.steps,
-            max_completion_tokens=run.config.rollout.max_completion_tokens,
-            **rollout.reward_inputs,
-        )
+        scores = rollout.score(problems, run.config.reward, run.learner.steps, limit)
     if scores.failures:
         show_failures(scores.failures, run.recorder.failures)
     experience = Experience(

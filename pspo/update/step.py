@@ -108,14 +108,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     gradients = []
     device_type = policy.device.type
     with autocast(config.model.autocast, policy.device):  # around all: casts weights once
-        hidden = hidden_states(
-            policy,
-            rollout.prompt_ids,
-            rollout.prompt_mask,
-            rollout.completion_ids,
-            rollout.completion_mask,
-            learner.shares_prompts,
-        )
+        hidden = hidden_states(policy, *rollout.token_ids, learner.shares_prompts)
         hidden = hidden.flatten(0, 1)[token_index(rollout.completion_mask, hidden.device)]  # (N, H)
         for rows, tokens in row_chunks(policy, rollout.completion_mask):
             states = hidden[tokens].detach().requires_grad_()  # (n, H)

@@ -79,7 +79,7 @@ def test_activations_are_those_that_autograd_keeps(tiny_model, groups):
 
     inputs, batch = microbatch(groups)
     with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden_states(model, *inputs)
+        hidden_states(model, *inputs, shared=True)
     planned = activations(model.config, batch, checkpointing=False)
     assert sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) == pytest.approx(planned, rel=0.03)
 
