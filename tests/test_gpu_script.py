@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,9 +158,11 @@ def test_training_candidates_have_the_gradient_of_now(name, mode):
 
 
 @pytest.mark.nightly
-def test_the_whole_rehearsal(tmp_path, here):
+def test_the_whole_rehearsal(tmp_path):
     """Everything that a CPU without TRL and vLLM can run: each function of each part."""
-    here(tmp_path, "--part", "all")
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--part=all", f"--output={tmp_path}"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
     results = read(tmp_path)
     assert {result["part"] for result in results.values()} == {*PARTS}
     assert not [result["error"] for result in results.values() if "error" in result]
