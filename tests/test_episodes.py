@@ -20,16 +20,7 @@ from pspo.environments.tools import parse_calls
 from pspo.model import ASSETS, load_model_config, load_policy, load_tokenizer
 from pspo.model.chat import completion_texts, encode, render_prompts
 from pspo.model.find import set_template_defaults
-from pspo.rollout import (
-    How,
-    PolicySampler,
-    Prompts,
-    Rollout,
-    encode_prompts,
-    left_pad,
-    load_prompts,
-    make_sampling,
-)
+from pspo.rollout import How, PolicySampler, Prompts, Rollout, encode_prompts, left_pad, load_prompts, make_sampling
 from pspo.tasks import ExactMatch, FormatReward, Problem, SoftOverlong
 from pspo.tasks.calculator import Calculator, calculate
 from pspo.train import main

@@ -122,10 +122,13 @@ def test_equals_unpadded_rows(tiny_model, monkeypatch, name, dtype, case):
     torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=slope, atol=slope)
 
 
-@pytest.mark.parametrize(("chunk_bytes", "sizes"), [(10**9, [24]), (5 * 4 * 64, [5, 2, 1, 5, 5, 2, 4]), (1, [1] * 24)])
+@pytest.mark.parametrize(
+    ("chunk_bytes", "sizes"), [(10**9, [24]), (5 * 4 * 64, [5, 2, 5, 5, 5, 2, 0]), (1, [*[1] * 24, 0])]
+)
 def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch, chunk_bytes, sizes):
-    """Whole rows of 7, 1, 12 and 4 tokens, and pieces of a row that is too long; the last one token at a time."""
-    model, rows, chunks, original = tiny_model(), make_rows(), [], pspo.model.logprobs.head_logits
+    """Whole rows of 1 and 4 tokens, pieces of rows of 7 and 12 that are too long, and a last row without a token."""
+    model, chunks, original = tiny_model(), [], pspo.model.logprobs.head_logits
+    rows = make_rows((9, 3, 1, 6, 2), (7, 1, 4, 12, 0))
     monkeypatch.setattr(
         pspo.model.logprobs, "head_logits", lambda model, h, T: (chunks.append(len(h)), original(model, h, T))[1]
     )
@@ -136,15 +139,6 @@ def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch, chunk
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=2e-4, atol=2e-4)
     assert sorted(chunks) == sorted(sizes if len(sizes) == 1 else 2 * sizes)
-
-
-def test_a_row_without_a_token_may_follow_one_that_is_too_long(tiny_model, monkeypatch):
-    prompt_ids, prompt_mask, ids, mask = make_rows((3, 3), (12, 12))
-    mask[1] = False
-    expected = token_logprobs(tiny_model(), prompt_ids, prompt_mask, ids, mask)
-    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 5 * 4 * 64)
-    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", 1)
-    torch.testing.assert_close(token_logprobs(tiny_model(), prompt_ids, prompt_mask, ids, mask), expected)
 
 
 class LargestTensor(TorchDispatchMode):

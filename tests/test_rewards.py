@@ -138,12 +138,9 @@ PROBLEMS = [
     Problem([{"role": "user", "content": "Hi"}], "hello", {}, "chat"),
 ]
 GIVEN = {
-    "completion_ids": [[5, 6, 7], [8]],
-    "completion_tokens": [3, 1],
-    "truncated": [True, False],
-    "step": 12,
+    "completion_ids": [[5, 6, 7], [8]], "completion_tokens": [3, 1], "truncated": [True, False], "step": 12,
     "max_completion_tokens": 16,
-}
+}  # fmt: skip
 
 
 def called_with(function, completions=("#### 2", "hello"), problems=PROBLEMS, **given):
