@@ -230,10 +230,7 @@ def test_texts_in_a_file_and_an_own_reward_need_a_path_and_its_name(here, capsys
     data = read_config(here / "out/config.yaml")["data"]
     assert (data["name"], data["answer_kind"]) == ("file", "text")
     printed = capsys.readouterr()
-    # accuracy compares texts, whatever the reward: it never stands alone
-    assert re.search(
-        r"^greedy, held-out +reward \[95%\] +accuracy \[95%\] +gold anywhere \[95%\]", printed.out, re.MULTILINE
-    )
+    assert re.search(r"^greedy, held-out +reward .* +accuracy .* +gold anywhere ", printed.out, re.MULTILINE)
     assert "WARNING: 1 validation problems choose the best model, by luck" in printed.err
     assert "WARNING: 3 training prompts are also in validation or test" in printed.err
 

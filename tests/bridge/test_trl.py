@@ -79,6 +79,20 @@ def trainer(tmp_path_factory):
     return trainer
 
 
+def loss_inputs(mask, advantages, old_logprobs, tokens):
+    """What TRL gives its loss of a batch, whose tokens themselves do not matter."""
+    ids = torch.ones(mask.shape, dtype=torch.long)
+    return {
+        "prompt_ids": ids[:, :2],
+        "prompt_mask": ids[:, :2],
+        "completion_ids": ids,
+        "completion_mask": mask.long(),
+        "advantages": advantages[:, 0],
+        "old_per_token_logps": old_logprobs,
+        "num_items_in_batch": torch.tensor(tokens),
+    }
+
+
 @pytest.mark.parametrize("how", ["dapo", "grpo", "dr_grpo"])
 @pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
 def test_loss_and_gradient_are_ours(trainer, surrogate, how, monkeypatch):
@@ -96,16 +110,7 @@ def test_loss_and_gradient_are_ours(trainer, surrogate, how, monkeypatch):
     for rows in (slice(0, 4), slice(4, 8)):
         outputs = (theirs[rows], torch.zeros(4, 12), None)
         monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, o=outputs, **__: o)
-        ids = torch.full((4, 12), 5)
-        inputs = {
-            "prompt_ids": ids[:, :2],
-            "prompt_mask": torch.ones_like(ids[:, :2]),
-            "completion_ids": ids,
-            "completion_mask": mask[rows].long(),
-            "advantages": advantages[rows, 0],
-            "old_per_token_logps": old[rows],
-            "num_items_in_batch": torch.tensor(counts.tokens),
-        }
+        inputs = loss_inputs(mask[rows], advantages[rows], old[rows], counts.tokens)
         loss = trainer._compute_loss(trainer.model, inputs)
         loss.backward()
         total += loss.item()
@@ -143,18 +148,11 @@ def test_all_else_of_the_loss_is_what_trl_does(trainer, settings, monkeypatch):
         outputs = (leaf, noise[0] - leaf, None)
         monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, o=outputs, **__: o)
         trainer._metrics["train"].clear()
-        inputs = {
-            "prompt_ids": torch.ones(4, 2, dtype=torch.long),
-            "prompt_mask": torch.ones(4, 2, dtype=torch.long),
-            "completion_ids": torch.ones(4, 12, dtype=torch.long),
-            "completion_mask": mask.long(),
+        inputs = loss_inputs(mask, advantages, old, int(mask.sum())) | {
             "tool_mask": (noise[1] < 0.8).long(),
-            "advantages": advantages[:, 0],
-            "old_per_token_logps": old,
             "ref_per_token_logps": old + noise[2] - 0.5,
             "sampling_per_token_logps": old + noise[3] / 2,
             "importance_sampling_ratio": noise[4] + 0.5,
-            "num_items_in_batch": mask.sum(),
         }
         loss = loss_of(trainer, trainer.model, inputs)
         loss.backward()
