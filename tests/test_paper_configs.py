@@ -6,18 +6,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+import pspo.config
 from pspo.cli.files import differences
 from pspo.cli.parse import parse
-from pspo.config import (
-    SYSTEM_PROMPT,
-    AlgorithmConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
+from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
 from pspo_lab.sweep_plan import SweepConfig, make_plan
 
@@ -67,7 +59,7 @@ def test_files_say_what_the_paper_says(base):
         config, _ = parse(TrainConfig, "pspo.train", switches(method, base, words))
         assert config == TrainConfig(
             model=ModelConfig(name_or_path=model, autocast="bf16", gradient_checkpointing=model.endswith("7B")),
-            data=DataConfig(name=data, holdout=0.0, max_prompt_tokens=512, system_prompt=SYSTEM_PROMPT),
+            data=DataConfig(name=data, holdout=0.0, max_prompt_tokens=512, system_prompt=pspo.config.SYSTEM_PROMPT),
             rollout=RolloutConfig(
                 prompts=32, group_size=4, max_completion_tokens=128, temperature=0.6, top_p=0.85, top_k=0
             ),

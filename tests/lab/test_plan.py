@@ -10,15 +10,7 @@ from benchmarks.workloads import shape_config
 from pspo.config import LoraConfig, ModelConfig, RolloutConfig
 from pspo.model import token_logprobs
 from pspo.model.logprobs import hidden_states
-from pspo_lab.plan_command import (
-    Assumptions,
-    PlanConfig,
-    activations,
-    count_elements,
-    fullest_microbatch,
-    main,
-    memory,
-)
+from pspo_lab.plan_command import Assumptions, PlanConfig, activations, count_elements, fullest_microbatch, main, memory
 
 TOTALS = {"0.5B": 494_032_768, "7B": 7_615_616_512}  # of the published weights: the safetensors index's bytes / 2
 
