@@ -118,9 +118,6 @@ class GpuTensor(torch.Tensor):
     def __repr__(self, **kwargs):
         return f"GpuTensor({self.inner!r})"
 
-    def __format__(self, specification):
-        return format(self.item(), specification) if self.dim() == 0 else repr(self)
-
     @property
     def data(self):
         with torch.no_grad():

@@ -338,10 +338,8 @@ def test_logits_that_are_not_numbers_end_the_sampling():
 @pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"max_rows": 4}, {"temperature": 0.0}], ids=str)
 def test_log_probs_of_sampled_tokens_are_the_models_own(tiny_model, tokenizer, options, decoder):
     """At the temperature, and before nucleus and top_k take anything away."""
-    model, sampling = (
-        tiny_model(),
-        replace(SAMPLING, stop_ids=[5, 30, 41, 50], decoder=decoder, logprobs=True, **options),
-    )
+    model = tiny_model()
+    sampling = replace(SAMPLING, stop_ids=[5, 30, 41, 50], decoder=decoder, logprobs=True, **options)
     rollout = seeded(0, model, tokenizer, PROMPTS, sampling, group_size=3)
     expected = token_logprobs(model, *rollout.token_ids, sampling.temperature or 1.0)
     torch.testing.assert_close(rollout.sampler_logprobs, expected.detach(), rtol=0, atol=2e-5)

@@ -86,14 +86,12 @@ def scripted(monkeypatch):
 def test_records_are_in_problem_order_although_decoded_by_length(scripted, samples):
     calls = scripted(lambda i, sample: f"sample {sample}\n#### {100 + i}")
     result = evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig(), samples=samples, max_tokens=33)
-    assert (
-        calls
-        == {  # 4, 4, 4, 4, 3, 3, 3 rows of 6 completion tokens and a prompt of 1, 1, 2, 2, 3, 4, 5 tokens
-            1: [[1, 1, 2, 2], [3, 4, 5]],
-            2: [[1, 1], [2, 2], [3], [4], [5]],
-            5: [[length] for length in (1, 1, 2, 2, 3, 4, 5)],
-        }[samples]
-    )
+    expected = {  # 4, 4, 4, 4, 3, 3, 3 rows of 6 completion tokens and a prompt of 1, 1, 2, 2, 3, 4, 5 tokens
+        1: [[1, 1, 2, 2], [3, 4, 5]],
+        2: [[1, 1], [2, 2], [3], [4], [5]],
+        5: [[length] for length in (1, 1, 2, 2, 3, 4, 5)],
+    }
+    assert calls == expected[samples]
     found = [(record["problem"], record["sample"], record["completion"]) for record in result.completions]
     assert found == [(i, sample, f"sample {sample}\n#### {100 + i}") for i in range(7) for sample in range(samples)]
     for i, record in enumerate(result.completions[::samples]):

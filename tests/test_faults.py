@@ -135,10 +135,8 @@ def test_a_good_step_in_between_starts_the_count_again(monkeypatch):
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", broken)
     monkeypatch.setattr(pspo.run.recorder, "MAX_SKIPPED", 3)
-    assert (
-        train("--reward.functions=[test_faults.Length]", "--algorithm.epochs=1", "--run.max_steps=8", "--run.keep=8")
-        == 1
-    )
+    args = ("--reward.functions=[test_faults.Length]", "--algorithm.epochs=1", "--run.max_steps=8", "--run.keep=8")
+    assert train(*args) == 1
     assert [line["steps_skipped"] for line in metrics()] == [1, 1, 0, 1, 1, 1]
     two, three, five = (load_file(f"out/checkpoints/step-00000{n}/model.safetensors") for n in (2, 3, 5))
     assert same(two, start())

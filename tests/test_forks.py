@@ -77,9 +77,7 @@ def test_a_finished_run_stays_as_it_is(capfd):
     assert "out/summary.json is damaged (KeyError" in capfd.readouterr().err
     Path("out/summary.json").write_text(whole)
     shutil.rmtree("out/checkpoints")
-    assert (
-        train("out", CONSTANT, "--run.max_tokens=1000", "--run.max_steps=4", "--run.test_limit=3") == 2
-    )  # from nothing
+    assert train("out", CONSTANT, "--run.max_tokens=1000", "--run.max_steps=4", "--run.test_limit=3") == 2  # anew
 
 
 def test_another_configuration_is_refused_with_every_switch_that_differs(cut_off, capfd):

@@ -139,9 +139,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy,
     metrics = update(learner, rollout, advantages, config)
     torch.testing.assert_close(weights(learner.policy), expected, rtol=0, atol=2e-6)
     assert len(metrics) == len(expected_metrics) == 4
-    assert (
-        metrics[0]["ratio_min"] == metrics[0]["ratio_max"] == 1
-    )  # old log-probs are of the shapes that are trained in
+    assert metrics[0]["ratio_min"] == metrics[0]["ratio_max"] == 1  # old log-probs are of the shapes trained in
     for step, expected_step in zip(metrics, expected_metrics, strict=True):
         assert step == pytest.approx(expected_step, abs=1e-4)
     lines = capsys.readouterr().err.splitlines()

@@ -186,10 +186,8 @@ def test_raw_system_calls_are_refused_too():
 
 
 def test_threads_left_running_do_not_hold_up_the_report():
-    assert (
-        value("import threading\ndef spin():\n    while True: pass\nthreading.Thread(target=spin).start()" + SQUARE)
-        == 1
-    )
+    endless = "import threading\ndef spin():\n    while True: pass\nthreading.Thread(target=spin).start()"
+    assert value(endless + SQUARE) == 1
 
 
 def test_the_trainer_s_environment_and_files_are_not_handed_over(monkeypatch):
