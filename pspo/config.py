@@ -210,13 +210,14 @@ class RolloutConfig(Section, name="rollout"):
         temperature: sampling temperature, also applied to every log-prob
         top_p: nucleus sampling mass
         top_k: sample from the k most likely tokens; 0 for all
-        max_rows: completions decoded at a time; unset, 256, or by the memory of a GPU; lower it to save memory
+        max_rows: completions decoded at a time; unset, 256, or by the memory of a GPU; lower ones save memory, and draw
+            other tokens
         decoder: pspo, graphs (the same as CUDA graphs), hf (the generate of transformers: slower), or auto: graphs on a
             GPU where the model allows it, else pspo, else hf
         engine: import path of a class that draws in place of the policy, such as pspo_vllm.VLLM; unset, the policy
         environment: import path of a text environment that answers the model's turns; unset, one turn
         lag: train on each rollout LAG rollouts after it was drawn: exactly the staleness of asynchronous training
-        resample: times that groups whose rewards are all equal are replaced by fresh prompts' (DAPO's dynamic sampling)
+        resample: times that groups whose advantages are all 0 are replaced by fresh prompts' (DAPO's dynamic sampling)
     """
 
     prompts: int = number(32, above=0)
@@ -302,8 +303,8 @@ class OptimizerConfig(Section, name="optimizer"):
         warmup_steps: optimizer steps of linear warm-up, from 0
         schedule: learning rate after the warm-up: constant, or to 0 at run.max_steps (linear, cosine)
         max_grad_norm: clip gradients to this global norm; 0 for no clipping
-        microbatch_tokens: tokens per forward and backward pass; unset, 4096, or by the memory of a GPU; changes memory
-            and speed, not the result
+        microbatch_tokens: tokens per forward and backward pass; unset, 4096, or by the memory of a GPU; changes the
+            result by rounding alone
     """
 
     name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = "adamw"

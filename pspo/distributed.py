@@ -144,8 +144,7 @@ def gather_on_main(value: T) -> list[T]:
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Sum in place over the ranks, and return the tensor."""
-    if world_size() > 1:
-        torch_dist.all_reduce(values)
+    torch_dist.all_reduce(values)
     return values
 
 

@@ -38,7 +38,7 @@ class StopSignals:
 
     Attributes:
         error: Stopped, once a signal has asked the run to stop.
-        is_drawing: True where ranks do not communicate and nothing is left half done: the first signal then raises.
+        is_drawing: True while a rollout is drawn, which the first signal may interrupt at once.
     """
 
     def __init__(self) -> None:
@@ -76,9 +76,9 @@ def unblock_signals() -> None:
 
 
 def restore_in_child() -> None:
-    """Make the fork of a process with `replace_handlers` an ordinary child, as of a `multiprocessing.Pool`.
+    """Give a fork the handlers from before `replace_handlers`, so that a `multiprocessing.Pool` works.
 
-    It ends with its parent, and leaves the first Ctrl-C, which a terminal sends to all, to it.
+    It ends with its parent, and ignores the first Ctrl-C, which a terminal sends to both.
     """
     if PREVIOUS_HANDLERS:
         previous = PREVIOUS_HANDLERS[0]

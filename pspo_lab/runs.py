@@ -64,8 +64,8 @@ class Runs:
     """Tables, joined by `run`, its folder.
 
     Attributes:
-        configs: indexed by run; every switch, and the experiments: the folders above the setting's, of the run and of
-            those with its setting and seed that are left out.
+        configs: indexed by run; every switch, and `experiments`: the experiment folders of this run and of its
+            duplicates, which are left out.
         numbers: one row per number of a summary or an evaluation: run (missing: of a model that no run trained), stage
             ("before" training, "after" it: of the returned model, "final": of the last one), model (that the run began
             with), evaluation ("summary", or its folder's name), data, split, n, limit (tokens of a completion),

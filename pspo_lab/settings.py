@@ -91,9 +91,7 @@ def labels(configs: pd.DataFrame) -> pd.Series:
 
 
 def differing(configs: pd.DataFrame) -> list[str]:
-    """The switches in which settings differ, their surrogates aside, by name; what another trainer says nothing of
-    does not differ.
-    """
+    """Switches in which settings differ, surrogates aside; what another trainer did not record counts as equal."""
     switches = configs.drop(columns=[*NOT_COMPARED, SURROGATE], errors="ignore")
     ours = configs["trainer"].isna() if "trainer" in configs else pd.Series(True, configs.index)
     return sorted(name for name in switches if switches[name][ours | switches[name].notna()].nunique(dropna=False) > 1)

@@ -129,7 +129,7 @@ class Method:
         return sorted(jobs, key=lambda job: job.seed)
 
     def chosen(self, stage: str) -> list[str]:
-        """Settings of a stage: highest mean last reward before it, the first of equals; none if a run is missing."""
+        """Settings of a stage: highest mean last validation reward before it; none while a run is missing."""
         before = list(self.stages)[: list(self.stages).index(stage)]
         settings = self.chosen(before[-1]) if before else list(self.settings)
         jobs = self.jobs(before, settings)

@@ -260,7 +260,7 @@ def terminal_text(cells: pd.DataFrame) -> str:
     return "\n\n".join(parts)
 
 
-# Text of others, such as names and switches of runs: it is shown, and does nothing
+# Untrusted text, such as names and switches of runs, made safe for Markdown
 
 
 MARKDOWN = re.compile(

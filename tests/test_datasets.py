@@ -439,9 +439,8 @@ def test_equal_prompts_are_on_one_side(tmp_path):
 
 
 @pytest.mark.parametrize(("suffix", "encoding"), [("jsonl", "Latin-1"), ("json", "UTF-16"), ("csv", "UTF-16-LE")])
-def test_another_encoding_is_named_with_the_file(tmp_path, suffix, encoding):
+def test_another_encoding_is_refused_by_the_file_s_name(tmp_path, suffix, encoding):
     content = {"csv": "prompt,answer\nCafé?,1\n"}.get(suffix, '{"prompt": "Café?", "answer": 1}\n')
     (tmp_path / f"own.{suffix}").write_bytes(content.encode(encoding))
-    named = rf"own\.{suffix}: .*not UTF-8 but probably {encoding.removesuffix('-LE')}"
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=rf"own\.{suffix} is not UTF-8"):
         load_problems("file", "test", tmp_path / f"own.{suffix}")

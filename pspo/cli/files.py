@@ -35,8 +35,7 @@ def flat(config: Settings, prefix: str = "") -> dict[str, Any]:
 def differences(old: Settings, new: Settings) -> dict[str, tuple[Any, Any]]:
     """By switch, the values (old, new) that differ between two nested configurations.
 
-    Switches that ``old`` does not have are left out, a class and its arguments aside: a later version added them, with
-    a default that changes nothing.
+    A switch that ``old`` lacks is left out, because a later version added it, unless it is a class or its argument.
     """
     old_values = flat(old)
     new_values = flat(new)

@@ -145,7 +145,7 @@ def make_parser(config_class: type, prog: str) -> tuple[ArgumentParser, Settings
     parser.add_class_arguments(config_class)
     defaults: Settings = {}
     put_all(defaults, parser.get_defaults(skip_validation=True).as_dict(), switch_types(config_class))
-    # a class that a switch names would take over arguments of the parser's own default
+    # no default class in the parser: a named class would inherit its arguments
     parser.set_defaults({switch: None for switch, value in defaults.items() if "class_path" in str(value)})
     return parser, defaults
 
@@ -196,7 +196,7 @@ def switch_types(config_class: type, prefix: str = "") -> dict[str, Any]:
 
 def read_words(words: Sequence[str], switches: dict[str, Any], settings: Settings) -> None:
     """Put the switches and files of a command over settings, in order."""
-    arguments: dict[str, str] = {}  # the last one since the last file, by the switch of its class
+    arguments: dict[str, str] = {}  # by class switch, its last argument since the last file
     for name, text in split_words(words):
         key = name.removesuffix("+")
         owner = owner_of(key, switches)
@@ -245,7 +245,7 @@ def owner_of(name: str, switches: dict[str, Any]) -> str | None:
 
 
 def word_value(name: str, kind: Any, text: str) -> Any:
-    """The value of a word, whose lists, also of one value, and mappings are read here, all else by jsonargparse."""
+    """The value of a word: lists (a bare value is a list of one) and mappings parsed, other text for jsonargparse."""
     if get_origin(kind) is list and not text.startswith("["):
         if kind == list[str] and text and text[0] not in "\"'":
             return [text]  # which may be white space
@@ -269,7 +269,7 @@ def put_all(settings: Settings, given: Settings, switches: dict[str, Any], prefi
 
 
 def put(settings: Settings, name: str, value: Any, owner: str) -> None:
-    """Set a switch, an argument of the class that it names, of the last one of a list, or an item of its mapping.
+    """Set a switch; or below it an argument of its class (of a list's last class), or an item of its mapping.
 
     A class that is named begins with its own defaults: it takes over no argument of the one before it.
     """

@@ -1,4 +1,4 @@
-"""Output on a terminal: text of others, which does nothing there, and the progress of long loops."""
+"""Output on a terminal: untrusted text made safe to print, and the progress of long loops."""
 
 import contextlib
 import os

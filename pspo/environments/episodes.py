@@ -132,8 +132,8 @@ def observation_ids(
 ) -> list[int]:
     """Encode the text as the role's turn between two of the model.
 
-    What the template writes up to the end token of the model's turn is left out if the model drew this token itself,
-    as the last one: ``after``. A stop string's last token is none: it may be in the text between turns, too.
+    If the model's last token, ``after``, is the end token of its turn, the template's copy of it is dropped. The last
+    token of a stop string is no end token.
     """
     words = "\ufdd2"  # of the model; also itself in JSON
     call = {"id": CALL_ID, "type": "function", "function": {"name": "a_tool", "arguments": {"an_argument": words}}}

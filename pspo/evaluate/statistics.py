@@ -48,7 +48,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def majority(records: Sequence[Record]) -> float:
     """1 if the most frequent answer to a problem is correct, else 0; of tied answers the share that is.
 
-    All correct answers are one, others are compared exactly. Without an answer there is no vote.
+    Correct answers vote together, wrong ones by their exact value; a completion without an answer does not vote.
     """
     extract = extract_text if records[0]["format"] is None else extract_answer
     answers = [(record["correct"], extract(record["completion"])) for record in records]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # PEFT imports it: advice on 4 bits
 
-# A PEFT configuration may set these fields to any value, those of EXACT_VALUES to the values there, and no other field,
-# such as one of a future PEFT: only y = W x + b + s (B A x + l) is trained and merged exactly.
+# Fields that a PEFT configuration may set to any value, and in EXACT_VALUES to those. Any other that is set is refused:
+# only y = W x + b + s (B A x + l) is trained and merged exactly.
 FREE_FIELDS = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "eva_config",  # of no effect: files bring the adapters' values

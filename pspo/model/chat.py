@@ -120,7 +120,7 @@ def encode_marked(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 @lru_cache(maxsize=1)
 def marked_twin(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, dict[int, int]]:
-    """A copy of the tokenizer with a token of `TOKEN` and each special token; and the special tokens' ids by theirs."""
+    """A copy of the tokenizer with tokens TOKEN + special token; and the special tokens' ids by those of the copies."""
     twin = copy.deepcopy(tokenizer)
     special_ids = {}
     for i, token in tokenizer.added_tokens_decoder.items():

@@ -55,11 +55,10 @@ def default_microbatch_tokens(model: PreTrainedModel, recomputes: bool) -> int:
 
 
 def fitting_tokens(memory: float, states: float, config: PretrainedConfig, recomputes: bool, is_sharded: bool) -> int:
-    """Tokens of a pass on a GPU with so much memory, of which weights, gradients and AdamW's states take ``states``.
+    """Tokens of a pass on a GPU, given the bytes of its memory, and of weights, gradients and AdamW's states.
 
-    A power of 2, whose activations take at most 60% of what those and logits leave: by layer and token some 30 bytes
-    for each hidden and 8 for each intermediate feature. Where memory runs out all the same, half as many are tried,
-    except of a sharded model, whose activations take at most 30% therefore.
+    A power of 2. Activations, by layer and token some 30 bytes for each hidden and 8 for each intermediate feature,
+    take at most 60% of what states and logits leave; 30% if the model is sharded, which cannot try half as many.
     """
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if not isinstance(intermediate, int):  # one a layer

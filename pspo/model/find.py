@@ -137,21 +137,14 @@ def replace_template(templates: str | dict[str, str] | None, file: Path) -> str 
 
     An adapter's folder may hold several, too.
     """
-    template = read_template(file)
+    template = read_text(file)
     if not isinstance(templates, dict):
         return template
     replaced = {"default": template}
     if re.search(r"\btools\b", template):
         replaced["tool_use"] = template
     saved = file.parent.glob("additional_chat_templates/*.jinja")  # transformers' folder
-    return templates | replaced | {path.stem: read_template(path) for path in saved}
-
-
-def read_template(file: Path) -> str:
-    try:
-        return read_text(file)
-    except ValueError as error:
-        raise ValueError(f"the chat template {file}: {error}") from error
+    return templates | replaced | {path.stem: read_text(path) for path in saved}
 
 
 def set_template_defaults(templates: str | dict[str, str], arguments: dict[str, Any]) -> str | dict[str, str]:

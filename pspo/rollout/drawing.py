@@ -84,8 +84,8 @@ def sample_race(probs: Tensor, top_p: float) -> Tensor:
 def in_nucleus(probs: Tensor, top_p: float) -> Tensor:
     """The nucleus that `sample_nucleus` draws from, (b, V) bool, of probabilities (b, V) float32, which are not sorted.
 
-    Float32 numbers in [0, 1] are in the order of their bits, of which 30 can be set. So the largest number with at
-    least top_p of the mass strictly above it is found bit by bit, from the highest on; the nucleus begins at the next.
+    Float32 numbers in [0, 1] sort like their bits, of which 30 can be set. A bisection over these finds the largest
+    number with at least top_p of the mass strictly above it; the nucleus is everything larger.
     """
     if top_p >= 1:
         return probs > 0

@@ -44,7 +44,7 @@ class Engine(Protocol):
         """Take over the policy's weights; a version is pushed once."""
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
-        """Begin to draw what `complete` is asked for next, at once or after the caller has done other things."""
+        """Begin to draw; a later `complete` with the same arguments returns the result."""
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
@@ -54,19 +54,12 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class Trained(Protocol):
-    """The policy that is trained, and the optimizer steps that it has taken."""
-
-    policy: transformers.PreTrainedModel
-    steps: int
-
-
 @dataclass
 class EngineSampler:
     """Draws by an engine, which gets the learner's weights first; by a model if `How` names one."""
 
     engine: Engine
-    learner: Trained
+    learner: Any  # with the policy, and the optimizer steps that it has taken
     by_model: PolicySampler
     prefetched: Rollout | None = None  # drawn ahead, for the next draw by a run's generators
     pending: tuple[Prompts, int, How] | None = None  # what the engine draws: the arguments of `begin`
@@ -122,7 +115,7 @@ def find_engine(spec: dict[str, Any]) -> Engine:
 def start_engine(
     engine: Engine,
     config: TrainConfig,
-    learner: Trained,
+    learner: Any,
     by_model: PolicySampler,
     prompts: dict[str, Prompts],
     how: How,

@@ -24,7 +24,7 @@ from pspo.tasks.problem import SYSTEM_PROMPT, Messages, content_text
 
 @dataclass(frozen=True)
 class Prompts:
-    """Problems and their encoded prompts, index by index; and what these begin of the answer, if any does."""
+    """Problems, their encoded prompts, and, if any has one, the beginning of the answer that a prompt ends with."""
 
     problems: list[Problem]
     ids: list[list[int]]

@@ -20,8 +20,8 @@ def make_sampling(
 ) -> Sampling:
     """Sampling as --rollout says, with the model's own padding, and its stop tokens unless they are named.
 
-    Log-probs are recorded on request, or if ``algorithm`` corrects by them, an engine's by itself; nuclei if it replays
-    them. Raises ValueError if the decoder does not support the model.
+    Log-probs are recorded on request or where ``algorithm`` corrects by them, nuclei where it replays them. Raises
+    ValueError if the decoder does not support the model.
     """
     algorithm = algorithm or AlgorithmConfig()
     nucleus = algorithm.nucleus == "replay"

@@ -40,7 +40,7 @@ def temporary_path(folder: Path, suffix: str) -> Path:
 
 
 def remove_leftovers(parent: Path, name: str = "*") -> None:
-    """Finish or undo what interrupted saves of a name, or of all in a run's folder, left in a folder."""
+    """Clean up after interrupted saves of a name, by default of all, in a folder: finish or undo them."""
     for leftover in parent.glob(f".{name}.tmp"):  # of `write_text`
         leftover.unlink()
     for old in parent.glob(f".{name}.old"):

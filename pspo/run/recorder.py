@@ -89,7 +89,7 @@ class Recorder:
         return self.learner.steps >= run.max_steps or self.tokens >= (run.max_tokens or math.inf)
 
     def is_due(self, every: int) -> bool:
-        """True if the rollout's steps have crossed a multiple of ``every``, or were the last; 0 is at the end alone."""
+        """True if the rollout's steps crossed a multiple of ``every``, or ended the run; with 0 at the end only."""
         return self.limit_reached or (every > 0 and self.first_step // every < self.learner.steps // every)
 
     def record(self, experience: Experience, steps: list[dict[str, float]]) -> None:

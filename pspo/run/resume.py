@@ -1,6 +1,7 @@
 """Resume a run of the same configuration from its newest undamaged checkpoint, or fork one under another.
 
-Only switches that change no number may differ in a resumed run, see `FREE`. In a fork each part loads what fits it.
+Switches of `FREE`, which change no number, and an engine's arguments may differ in a resumed run, and `LIMITS` may
+grow. In a fork each part loads what fits it.
 """
 
 import contextlib
@@ -123,7 +124,7 @@ def resume(checkpointer: Checkpointer, checkpoint: Path) -> None:
     validations = states["validator"]["validations"]
     best = files.plain(validations["best"])  # as JSON has it
     if best and files.read_json(output / "best" / "validation.json") != best:
-        validations["best"] = {}  # a later model is there: on a GPU the run may never come to that one again
+        validations["best"] = {}  # best/ is of a later step, to which a resumed run on a GPU may not come: choose anew
     elif validations["best"]:
         damage = find_damage(output / "best")
         if damage is not None:

@@ -222,8 +222,8 @@ def load_problems(
     Args:
         split: train, validation or test
         path: in a source's own format; mixtures need a folder with one folder per source
-        limit: most problems, of a test split drawn by the seed. None for all; a generated source then has 10,000 for
-            train and 500 for the others, and in a mixture never fewer
+        limit: most problems, of a test split drawn by the seed. None for all. A generated source has 10,000 for train
+            and 500 for the others by default, and at least as many in a mixture
         columns: of your own data, names of the columns {"prompt": ..., "answer": ...}. Prompts are text or lists of
             turns {"role": ..., "content": ...}. All other columns are `Problem.fields`.
         hub: of a data set of the hub, any of its "config", "revision" and "splits", its names by ours

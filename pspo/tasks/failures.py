@@ -49,7 +49,7 @@ def user_traceback(error: BaseException) -> str:
 def undo_changes() -> Iterator[None]:
     """Restore the current folder and torch's gradient mode after a user's code.
 
-    A process that it has forked ends where it would return: it would be a second trainer in one folder.
+    If the code forks, the child ends here; otherwise two trainers would share one folder.
     """
     torch = sys.modules.get("torch")  # workers need none
     gradients = torch.set_grad_enabled(torch.is_grad_enabled()) if torch else contextlib.nullcontext()

@@ -99,18 +99,14 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file without its byte order mark; ValueError names the encoding if that is not UTF-8."""
+    """The text of a file without its byte order mark; ValueError if it is not UTF-8."""
     import pyarrow  # slow to import
 
     content = pyarrow.input_stream(str(path), compression="detect").read()
-    is_utf16 = b"\0" in content[:100]
     try:
-        if not is_utf16:
-            return content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        pass
-    encoding = "UTF-16" if is_utf16 else "Latin-1"
-    raise ValueError(f"the text is not UTF-8 but probably {encoding}: iconv -f {encoding} -t UTF-8 converts it")
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8, convert it: {error}") from error
 
 
 def to_record(pairs: Iterable[tuple[str, Any]]) -> Record:

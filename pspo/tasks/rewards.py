@@ -127,7 +127,7 @@ class Scores(NamedTuple):
 
 
 def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Everything that rewards may ask for, by name: ``inputs`` before columns of the data of the same names."""
+    """Everything that rewards may ask for, by name; ``inputs`` override columns of the data of the same name."""
     problems = inputs["problems"]
     derived: dict[str, Any] = {"prompts": [problem.prompt for problem in problems]}
     for name in dict.fromkeys(name for problem in problems for name in problem.fields):
@@ -191,7 +191,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
     def run() -> None:
         while True:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a task, which keeps it for who awaits it
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised in a task; its caller gets it, too
                 loop.run_forever()
 
     threading.Thread(target=run, name="async rewards", daemon=True).start()
@@ -264,7 +264,7 @@ def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: i
 def guarded_values(
     function: Callable[..., Any], arguments: dict[str, Any], n: int, timeout: float, on_error: OnError, workers: int
 ) -> tuple[list[float | None], Columns, Exception | None]:
-    """`call_reward` with a time limit, in worker processes (a part of the n rows each), or where it may fail.
+    """Call a reward that may hang or fail; worker processes score a part of the n rows each.
 
     With ``on_error`` "none", a part that fails is scored again, completion by completion, unless it took too long;
     the first error is the last value.

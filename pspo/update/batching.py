@@ -65,7 +65,7 @@ def split_minibatches(learner: Learner, rollout: Rollout, advantages: Tensor, co
         trained = [rows for rows in trained if rows]
         trained.sort(key=lambda rows: -max(completion_lengths[row] for row in rows))
         if not trained:
-            trained = [[int(groups[0, 0])]]  # of zero gradient: with no row at all AdamW would skip its update
+            trained = [[int(groups[0, 0])]]  # one row, of zero gradient: without any AdamW would skip its update
         batches = [whole.rows(torch.tensor(rows)) for rows in pack(trained, padded_tokens, learner.microbatch_tokens)]
         if learner.is_sharded:  # every rank must run the same number of passes
             missing = dist.max_over_ranks(len(batches)) - len(batches)

@@ -71,7 +71,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
 
 
 class StochasticRounding(torch.optim.Optimizer):
-    """Optimize bfloat16 weights by another optimizer, of float32 copies, of which one at a time is filled.
+    """Optimize bfloat16 weights by an optimizer of float32 copies; only one copy at a time is filled.
 
     A bfloat16 number has 8 significant bits: rounded to the nearest, a step below 1/512 of a weight would vanish.
     Rounded up or down at random, steps are right on average. Every rank draws the same random numbers, so that
