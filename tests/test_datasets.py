@@ -112,9 +112,8 @@ def test_asdiv(tmp_path, capsys):
     assert "5 of 8" in capsys.readouterr().out
     copy = tmp_path / "copy" / "validation-00000-of-00001.parquet"  # the hub's name of its only split
     copy.parent.mkdir()
-    pandas.DataFrame([problem.fields | {"body": "B is < 3.", "question": "Q?"} for problem in problems]).to_parquet(
-        copy
-    )
+    rows = [problem.fields | {"body": "B is < 3.", "question": "Q?"} for problem in problems]
+    pandas.DataFrame(rows).to_parquet(copy)
     assert load_problems("asdiv", "test", copy.parent) == problems
 
 

@@ -35,9 +35,8 @@ def test_weight_decay_leaves_norms_and_biases_alone(tiny_model, name, dtype):
                 group["lr"] = 1e-2 / (step + 1)
             each.step()
     moved = 0.0
-    for (label, ours), theirs, undecayed in zip(
-        policy.named_parameters(), peer.parameters(), plain.parameters(), strict=True
-    ):
+    trios = zip(policy.named_parameters(), peer.parameters(), plain.parameters(), strict=True)
+    for (label, ours), theirs, undecayed in trios:
         if dtype == torch.float32 and name != "adamw8bit":
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
         if ours.dim() == 1:

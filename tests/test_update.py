@@ -122,9 +122,8 @@ def test_a_correction_equals_the_naive_trainer(policy, surrogate, correction, be
 def test_a_stale_rollout_equals_the_naive_trainer(policy, surrogate):
     """Ratios are to the log-probs that were kept: off-policy from the first step on."""
     rollout, advantages = make_rollout()
-    stale = dataclasses.replace(
-        rollout, behaviour_logprobs=with_sampler(rollout, policy, 0.2).sampler_logprobs.nan_to_num()
-    )
+    older = with_sampler(rollout, policy, 0.2).sampler_logprobs.nan_to_num()
+    stale = dataclasses.replace(rollout, behaviour_logprobs=older)
     metrics = assert_equals_naive(policy, stale, advantages, make_config(surrogate, beta=0.5, **OFF_POLICY))
     assert metrics[0]["ratio_min"] < 0.9
     assert metrics[0]["kl_reference"] == 0.0

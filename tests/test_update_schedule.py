@@ -160,9 +160,7 @@ def test_old_log_probs_that_run_out_of_memory_are_all_of_the_smaller_shapes(poli
     rollout, advantages = make_rollout()
     config = make_config(PSPO(0.3), **OFF_POLICY | {"optimizer": {"lr": 1e-30, "options": {"weight_decay": 0.0}}})
     calls: list[int] = []
-    monkeypatch.setattr(
-        pspo.update.step, "add_batch_logprobs", fails_above(pspo.update.step.add_batch_logprobs, 3, calls)
-    )
+    monkeypatch.setattr(update_step, "add_batch_logprobs", fails_above(update_step.add_batch_logprobs, 3, calls))
     metrics = update(make_learner(policy, config), rollout, advantages, config)
     assert max(calls) > 3
     assert metrics[1]["ratio_min"] == metrics[1]["ratio_max"] == 1
