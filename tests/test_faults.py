@@ -282,8 +282,8 @@ def test_a_run_in_a_thread():
 @pytest.mark.parametrize(
     ("returns", "said"),
     [
-        ("mean", "surrogate Mean returned a loss of shape (); it must return that of every token, shape (B, T) = (8, "),
-        ("detached", "surrogate Mean returned a loss without grad"), ("raises", "KeyError: 'no such loss'"),
+        ("mean", "Mean returned shape (); it must return a loss per token, (B, T) = (8, "),
+        ("detached", "Mean returned a loss without grad"), ("raises", "KeyError: 'no such loss'"),
     ],
 )  # fmt: skip
 def test_a_surrogate_must_return_the_loss_of_every_token(capsys, returns, said):
