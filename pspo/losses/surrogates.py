@@ -66,9 +66,7 @@ def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> N
     name = getattr(piece, "__name__", type(piece).__name__)
     if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise SurrogateError(
-            f"{name} returned {got}; it must return a loss per token, (B, T) = {tuple(logprobs.shape)}"
-        )
+        raise SurrogateError(f"{name} must return a loss per token, (B, T) = {tuple(logprobs.shape)}, not {got}")
     if loss.dtype not in (torch.float32, torch.float64):
         raise SurrogateError(f"{name} returned {loss.dtype}; it must return torch.float32 or wider: use .float()")
     if logprobs.requires_grad and not loss.requires_grad:

@@ -71,7 +71,6 @@ def token_logprobs(
     completion_mask = completion_mask.cpu()
     shared = shares_prompts(model)
     hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask, shared)
-    hidden = hidden.flatten(0, 1)[token_index(completion_mask, hidden.device)]  # (N, H)
     targets = Targets(completion_ids.cpu()[completion_mask], nucleus_ids)
     chunks = row_chunks(model, completion_mask)
     parts = []
@@ -92,7 +91,7 @@ def hidden_states(
     completion_mask: Tensor,
     shared: bool,
 ) -> Tensor:
-    """(B, T, H): the last hidden states, from which the model predicts each completion token.
+    """(N, H): the last hidden states, from which the model predicts each unmasked completion token, row after row.
 
     With ``shared`` a prompt is computed once for its rows. Tokens and masks should be on the CPU, where it is found.
     """
@@ -100,11 +99,12 @@ def hidden_states(
     mask = torch.cat([prompt_mask.cpu(), completion_mask.cpu()], dim=1)[:, :-1].long()
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     width = prompt_ids.shape[1]
+    states = None
     if shared:
         states = hidden_states_of_shared_prompts(model, ids, mask, positions, width)  # the same to rounding, less work
-        if states is not None:
-            return states
-    return body_states(model, ids, mask, positions)[:, width - 1 :]
+    if states is None:
+        states = body_states(model, ids, mask, positions)[:, width - 1 :]
+    return states.flatten(0, 1)[token_index(completion_mask.cpu(), states.device)]
 
 
 def token_index(mask: Tensor, device: torch.device) -> Tensor:

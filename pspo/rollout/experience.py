@@ -23,22 +23,22 @@ class Experience:
         rollout: B rows.
         rewards: (B,) float64, NaN if unknown.
         rewards_by_name: B values of each reward function.
-        drawn_rewards: those of all completions drawn for it, groups that were replaced included.
-        drawn_tokens: prompt and completion tokens of these, padding excluded.
         logged: by name B values that reward functions logged, None where there is none.
         advantages: (B,) or (B, T) float32; None until they are estimated.
         reward_failed: a reward function failed for some of the completions drawn (--reward.on_error none).
+        replaced_rewards: of completions that were drawn, and replaced by --rollout.resample.
+        replaced_tokens: their prompt and completion tokens, padding excluded.
     """
 
     prompt_indices: list[int]
     rollout: Rollout
     rewards: Tensor
     rewards_by_name: dict[str, list[float]]
-    drawn_rewards: list[float]
-    drawn_tokens: int
     logged: dict[str, list[Any]] = field(default_factory=dict)
     advantages: Tensor | None = None
     reward_failed: bool = False
+    replaced_rewards: list[float] = field(default_factory=list)
+    replaced_tokens: int = 0
 
     @property
     def has_signal(self) -> list[bool]:
@@ -69,6 +69,10 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
     prompt_indices = experience.prompt_indices + fresh.prompt_indices
     rows = [group * group_size + i for group in groups for i in range(group_size)]
     indices = torch.tensor(rows)
+    drawn = join([experience.rollout, fresh.rollout])
+    rollout = drawn.rows(indices)
+    rewards = torch.cat([experience.rewards, fresh.rewards])
+    is_replaced = torch.ones_like(rewards, dtype=torch.bool).index_fill(0, indices, False)
 
     def select(values: dict[str, list], fresh_values: dict[str, list]) -> dict[str, list]:
         """The rows' values by name, None where there is none."""
@@ -81,13 +85,13 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
 
     return Experience(
         prompt_indices=[prompt_indices[group] for group in groups],
-        rollout=join([experience.rollout, fresh.rollout]).rows(indices),
-        rewards=torch.cat([experience.rewards, fresh.rewards])[indices],
+        rollout=rollout,
+        rewards=rewards[indices],
         rewards_by_name=select(experience.rewards_by_name, fresh.rewards_by_name),
-        drawn_rewards=experience.drawn_rewards + fresh.drawn_rewards,
-        drawn_tokens=experience.drawn_tokens + fresh.drawn_tokens,
         logged=select(experience.logged, fresh.logged),
         reward_failed=experience.reward_failed or fresh.reward_failed,
+        replaced_rewards=experience.replaced_rewards + rewards[is_replaced].tolist(),
+        replaced_tokens=experience.replaced_tokens + drawn.tokens - rollout.tokens,
     )
 
 

@@ -89,17 +89,15 @@ class MathReward(Reward):
             raise ValueError(f"format_bonus must lie in [0, 1], not {self.format_bonus!r}; the paper's is 0.05")
 
     def check_problems(self, problems: Sequence[Problem]) -> None:
-        self([""] * len(problems), list(problems))
+        for problem in problems:
+            if not isinstance(problem.answer, int | Fraction):
+                what = f"not {problem.answer!r}; ExactMatch compares texts"
+                raise RewardError(f"MathReward needs numeric answers, {what}")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
         tolerance = Fraction(str(self.tolerance))  # as written: Fraction(1e-6) is slightly below 1/10**6
-        values = []
-        for completion, problem in zip(completions, problems, strict=True):
-            gold = problem.answer
-            if not isinstance(gold, int | Fraction):
-                raise RewardError(f"MathReward needs numeric answers, not {gold!r}; ExactMatch compares texts")
-            values.append(math_reward(completion, gold, tolerance, self.format_bonus, self.marker))
-        return values
+        pairs = zip(completions, problems, strict=True)
+        return [math_reward(text, p.answer, tolerance, self.format_bonus, self.marker) for text, p in pairs]
 
 
 @dataclass(frozen=True)
@@ -314,12 +312,9 @@ def total_rewards(
     environment_rewards: list[float] | None = None,
     **inputs: Any,
 ) -> Scores:
-    """Score completions by a weighted sum of functions.
+    """Score completions by a weighted sum of functions; other parameters are `pspo.config.RewardConfig`'s.
 
     Args:
-        timeout: seconds for each function, in a worker; 0: no limit
-        on_error: "none" gives a completion for which a function fails NaN from it and as its total
-        workers: processes that share the completions; 0 calls the functions here, unless they have a time limit
         environment_rewards: one more function's
         inputs: what else functions may ask for by name, such as completion_ids
     """

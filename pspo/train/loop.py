@@ -70,10 +70,9 @@ def draw_groups(run: Run, n: int) -> Experience:
 
 def score(run: Run, prompt_indices: list[int], rollout: Rollout) -> Experience:
     """Rewards of a rollout of these prompts, NaN where unknown (--reward.on_error none), and its advantages."""
-    problems = run.stream.problems(prompt_indices)
     limit = run.config.rollout.max_completion_tokens
     with run.phase("reward"):
-        scores = rollout.score(problems, run.config.reward, run.learner.steps, limit)
+        scores = rollout.score(run.stream.problems(prompt_indices), run.config.reward, run.learner.steps, limit)
     if scores.failures:
         show_failures(scores.failures, run.recorder.failures)
     experience = Experience(
@@ -81,8 +80,6 @@ def score(run: Run, prompt_indices: list[int], rollout: Rollout) -> Experience:
         rollout=rollout,
         rewards=torch.tensor(scores.totals, dtype=torch.float64),  # (B,)
         rewards_by_name=scores.by_function,
-        drawn_rewards=scores.totals,
-        drawn_tokens=rollout.tokens,
         logged=scores.logged,
         reward_failed=bool(scores.failures),
     )

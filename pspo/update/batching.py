@@ -39,8 +39,7 @@ def split_minibatches(learner: Learner, rollout: Rollout, advantages: Tensor, co
         raise ValueError("--algorithm.nucleus replay needs nuclei: make_sampling(..., algorithm=config.algorithm)")
     if config.algorithm.mask_truncated:
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
-    n_rows = len(rollout.texts)
-    advantages = advantages.cpu().reshape(n_rows, -1)  # (B, 1) or (B, T)
+    advantages = advantages.cpu().reshape(len(rollout.texts), -1)  # (B, 1) or (B, T)
     whole = Batch(rollout, advantages, rollout.behaviour_logprobs)
     group_size = config.rollout.group_size
     prompt_lengths = rollout.prompt_mask.sum(dim=1).tolist()
@@ -60,10 +59,9 @@ def split_minibatches(learner: Learner, rollout: Rollout, advantages: Tensor, co
         has_gradient &= whole.advantages.any(dim=1)
 
     minibatches = []
-    for groups in torch.arange(n_rows).view(-1, group_size).tensor_split(config.algorithm.minibatches):
+    for groups in torch.arange(len(advantages)).view(-1, group_size).tensor_split(config.algorithm.minibatches):
         trained = [group[has_gradient[group]].tolist() for group in groups]
-        trained = [rows for rows in trained if rows]
-        trained.sort(key=lambda rows: -max(completion_lengths[row] for row in rows))
+        trained = sorted(filter(None, trained), key=lambda rows: -max(completion_lengths[row] for row in rows))
         if not trained:
             trained = [[int(groups[0, 0])]]  # one row, of zero gradient: without any AdamW would skip its update
         batches = [whole.rows(torch.tensor(rows)) for rows in pack(trained, padded_tokens, learner.microbatch_tokens)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
-from pspo.model import autocast, head_logprobs, hidden_states, row_chunks, token_index
+from pspo.model import autocast, head_logprobs, hidden_states, row_chunks
 from pspo.rollout.types import Batch, Rollout
 from pspo.update.batching import Minibatch, can_halve, halve, split_minibatches
 from pspo.update.learner import Learner
@@ -108,8 +108,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     gradients = []
     device_type = policy.device.type
     with autocast(config.model.autocast, policy.device):  # around all: casts weights once
-        hidden = hidden_states(policy, *rollout.token_ids, learner.shares_prompts)
-        hidden = hidden.flatten(0, 1)[token_index(rollout.completion_mask, hidden.device)]  # (N, H)
+        hidden = hidden_states(policy, *rollout.token_ids, learner.shares_prompts)  # (N, H)
         for rows, tokens in row_chunks(policy, rollout.completion_mask):
             states = hidden[tokens].detach().requires_grad_()  # (n, H)
             logprobs, entropies = head_logprobs(policy, states, rollout.targets(rows), config.rollout.temperature)
