@@ -45,12 +45,9 @@ def return_logprobs_at_temperature() -> None:
     Sampler.forward = forward_at_temperature
 
 
-class PushedWeights(NCCLWeightTransferEngine):
-    """Takes weights by NCCL, or from a trainer without a GPU: a safetensors file in the body of ``/update_weights``."""
+class PushedWeights(NCCLWeightTransferEngine):  # which begins and ends an update
+    """Takes weights as a safetensors file in the body of ``/update_weights``."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        if "safetensors" in update_info:
-            weights = safetensors.torch.load(b64decode(update_info["safetensors"]))
-            self.model.load_weights(weights.items())
-        else:
-            super().update_weights(update_info)
+        weights = safetensors.torch.load(b64decode(update_info["safetensors"]))
+        self.model.load_weights(weights.items())

@@ -26,7 +26,7 @@ from pspo.config import TrainConfig
 from pspo.model.find import resolve_adapters
 from pspo.rollout import Sampling
 from pspo.rollout.engine import EngineError
-from pspo_vllm.vllm import TESTED, Row, pad_rows, require_vllm, sampling_params, tolerance
+from pspo_vllm.vllm import TESTED, Row, pad_rows, sampling_params, tolerance
 from pspo_vllm.weights import weights_of_files
 
 CHUNK_BYTES = 2**26  # of weights in one request
@@ -61,9 +61,7 @@ class Servers:
         self.failures: dict[str, str] = {}
 
     def check(self) -> None:
-        """Raise ValueError if no server is there, or vLLM's NCCL classes are needed and missing."""
-        if torch.cuda.is_available():
-            require_vllm()
+        """Raise ValueError if no server is there."""
         failures = []
         for url in self.urls:
             try:
@@ -76,7 +74,6 @@ class Servers:
         """Name this run's weights; the servers run already."""
         first = dist.rank() % len(self.urls)
         self.urls = [*self.urls[first:], *self.urls[:first]]  # each rank begins with another one
-        self.sends_by_nccl = device.type == "cuda"
         self.tolerance = tolerance(resolve_adapters(config.model), device)
         self.run_name = dist.run_on_main(lambda: secrets.token_hex(4))
         self.threads = ThreadPool(256)  # none of which keeps a process that ends
@@ -88,11 +85,7 @@ class Servers:
             return
         self.version = name
         servers = self.call_each(self.urls if dist.is_main() else [], self.pause)
-        if self.sends_by_nccl:  # the other ranks have no servers, and gather weights equally often
-            self.send_by_nccl(policy, servers)
-        else:
-            servers = self.send_by_http(policy, servers)
-        for url in self.call_each(servers, self.resume):
+        for url in self.call_each(self.send(policy, servers), self.resume):
             self.failures.pop(url, None)
         self.failures = dist.gather_objects(self.failures)[0]
 
@@ -106,8 +99,8 @@ class Servers:
         self.post(url, "/update_weight_version", {"new_version": self.version})
         self.post(url, "/resume", {})
 
-    def send_by_http(self, policy: transformers.PreTrainedModel, servers: list[str]) -> list[str]:
-        """Send the weights over HTTP; returns the servers that have taken them all."""
+    def send(self, policy: transformers.PreTrainedModel, servers: list[str]) -> list[str]:
+        """Send the weights, which every rank helps to gather; returns the servers that have taken them all."""
         servers = self.call_each(servers, self.start_update)
         for tensors in chunks(weights_of_files(policy)):
             file = b64encode(safetensors.torch.save(tensors)).decode() if servers else ""
@@ -121,14 +114,6 @@ class Servers:
         except EngineError:  # a trainer was killed while it pushed
             self.post(url, "/finish_weight_update", {})
             self.post(url, "/start_weight_update", {})
-
-    def send_by_nccl(self, policy: transformers.PreTrainedModel, servers: list[str]) -> None:
-        """Send the weights from GPU to GPU, to one server after the other."""
-        from pspo_vllm import nccl
-
-        for url in dist.gather_objects(servers)[0]:
-            gpus = call(url, "/get_world_size")["world_size"]
-            nccl.send(policy, url, gpus, self.timeout)
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
         """Ask for all completions; every prompt has a seed from torch's global generator."""

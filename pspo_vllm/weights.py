@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 
 import torch
@@ -15,9 +15,7 @@ from pspo.model.adapters import merged_weights
 
 
 @torch.no_grad()
-def weights_of_files(
-    policy: transformers.PreTrainedModel, gather: Callable[[Tensor], Tensor] = dist.full_tensor
-) -> Iterator[tuple[str, Tensor]]:
+def weights_of_files(policy: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """`merged_weights`, gathered, under the names and in the shapes of files: the library fuses experts, say.
 
     A weight that is tied to another one comes under both names: without its own, vLLM draws from another head.
@@ -28,10 +26,5 @@ def weights_of_files(
         return re.match(r"(.*?\.\d+\.)?", named_weight[0])[0]
 
     for _, layer in groupby(merged_weights(policy), layer_prefix):
-        weights = {name: gather(weight) for name, weight in layer}
+        weights = {name: dist.full_tensor(weight) for name, weight in layer}
         yield from revert_weight_conversion(policy, weights).items()
-
-
-def meta_tensor(weight: Tensor) -> Tensor:
-    """A tensor of the same shape and dtype without data."""
-    return torch.empty(weight.shape, dtype=weight.dtype, device="meta")

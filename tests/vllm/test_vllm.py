@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -211,25 +210,6 @@ def test_adapters_are_merged_into_what_is_pushed(served, prompts):
     sampler = replace(served.sampler, learner=learner)
     assert logprob_errors(Served(sampler, served.how), prompts.take(range(4)))[1].abs().max() < 1e-3
     trained.steps += 2
-
-
-@needs_vllm
-def test_nccl_is_asked_to_send_what_vllm_expects(monkeypatch):
-    """vLLM's own trainer side, without the GPUs: its group and its broadcast are replaced."""
-    from vllm.distributed.weight_transfer import nccl_engine
-    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
-
-    from pspo_vllm import nccl
-
-    policy = load_policy(ModelConfig("tiny-base"), CPU)
-    asked, sent, group = {}, {}, SimpleNamespace(destroy=lambda: None)
-    monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: group)
-    monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", lambda iterator, **_: sent.update(iterator))
-    monkeypatch.setattr(HTTPVLLMWeightSyncClient, "_post", lambda self, path, json=None: asked.update({path: json}))
-    nccl.send(policy, "http://a:8000", gpus=2, timeout=60.0)
-    assert asked["init_weight_transfer_engine"]["init_info"]["world_size"] == 3
-    assert [*sent] == asked["update_weights"]["update_info"]["names"]
-    assert all(torch.equal(sent[name], weight) for name, weight in weights_of_files(policy))
 
 
 def train_by(servers: list[VLLMServer], output: str, *args: str) -> int:
