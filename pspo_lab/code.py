@@ -54,22 +54,12 @@ class CodeReward(Reward):
     """Share of a problem's tests that the completion's program passes; Linux on x86_64 or aarch64.
 
     The program is `extract_code`'s. A test is Python code that raises if the program is wrong (`assert add(1, 2) == 3`)
-    and runs after it, in its namespace, as `__main__`. Tests that assert nothing, or pass without a program, are refused
-    before anything is trained. A problem without tests has no value (None).
+    and runs after it, in its namespace, as `__main__`. Tests that assert nothing, or pass without a program, are
+    refused before anything is trained. A problem without tests has no value (None).
 
-    Every completion runs in a Python process of its own (`pspo_lab.sandbox`), in a folder that is the root, without
-    environment variables, with limits on wall and CPU time and on memory, and under a seccomp filter set before the
-    program begins: no sockets, no other process, no signals to others, no file opened for writing or made or removed.
-    It is killed when its time is up, and what it prints is dropped. If the kernel refuses the filter, nothing is run
-    and the reward raises.
-
-    It does not protect against: a program that reads files (all that you can read; it cannot send them anywhere);
-    faults in the kernel or the processor; competition for CPU and memory bandwidth; and cheating, because program and
-    tests share an interpreter. Builtins, `__main__` and trace functions are put back before every test, and printing
-    cannot forge a report. But a program can define the names that a test uses (`all`), return objects that equal
-    everything, change modules that a test imports, change the interpreter while a test calls it or from a thread, a
-    signal handler or ctypes, and search it for the secret that marks a report. Programs that need sockets,
-    subprocesses, written files or asyncio fail.
+    Every completion runs in a Python process of its own (`pspo_lab.sandbox`), which is killed when its time is up. If
+    the kernel refuses its confinement, nothing is run and the reward raises. docs/guide/rewards.md says what it
+    protects against, and what it does not.
 
     Attributes:
         column: column of the data with the tests: Python text, one test, or a list of texts, one test each.

@@ -10,7 +10,7 @@ FEWEST = 5  # rollouts, before which a trend says nothing
 
 
 class Finding(NamedTuple):
-    """A fault, what to try, and its gravity: 3 spoils the run, 2 costs results, 1 costs time."""
+    """A fault, what to try, and its gravity: 3 spoils the run, 2 costs results."""
 
     severity: int
     text: str
@@ -94,10 +94,6 @@ def check_completions(metrics: Metrics, config: dict[str, Any]) -> Iterator[Find
         text = f"{truncated:.0%} of the last completions hit the limit of {limit} tokens"
         advice = "raise --rollout.max_completion_tokens, or check the stop tokens"
         yield Finding(3 if truncated > 0.8 else 2, text, advice)
-    longest = metrics["completion_tokens_max"].max()
-    if longest < limit / 8:
-        text = f"the longest completion has {longest:.0f} tokens, and the limit is {limit}"
-        yield Finding(1, text, f"--rollout.max_completion_tokens {2 * longest:.0f} needs less memory")
     first, last = metrics.ends("completion_tokens")
     first_reward, last_reward = metrics.ends("reward")
     if last > 1.5 * first and last_reward < first_reward + 0.02:

@@ -22,6 +22,7 @@ from pspo.model.device import GPU_BYTES_PER_ROW, fitting_tokens
 from pspo.model.find import resolve_adapters
 from pspo.model.logprobs import CHUNK_TOKENS, GPU_CHUNK_SHARE
 
+USABLE = 0.9  # share of the memory that tensors may take
 SAMPLER_BYTES = 36  # per logit, at most; scores, probabilities and noise are 22
 OPTIMIZER_BYTES = {"adamw": 8, "adamw8bit": 2, "paged_adamw8bit": 0, "sgd": 0}  # per trained element, on the GPU
 
@@ -32,18 +33,13 @@ class Assumptions:
 
     Args:
         memory: GB of a GPU.
-        usable: share of it that tensors may take.
         gpus: numbers of GPUs; a line for each.
         prompt_tokens: tokens of a prompt, its system prompt included; completions are as long as their limit.
     """
 
     memory: PositiveFloat = 80.0
-    usable: float = 0.9
     gpus: list[PositiveInt] = field(default_factory=lambda: [1, 8, 32, 128, 512])
     prompt_tokens: PositiveInt = 115
-
-    def __post_init__(self) -> None:
-        require(0 < self.usable <= 1, "plan.usable", "must be in (0, 1]", self.usable)
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ class PlanConfig(TrainConfig):
     @property
     def memory(self) -> float:
         """Bytes of a GPU that tensors may take."""
-        return self.plan.memory * 1e9 * self.plan.usable
+        return self.plan.memory * 1e9 * USABLE
 
 
 class Elements(NamedTuple):
@@ -204,7 +200,7 @@ def main(args: Sequence[str] | None = None) -> None:
     plan = config.plan
     print(
         f"{rollout.prompts} prompts x {rollout.group_size}, {plan.prompt_tokens} + {rollout.max_completion_tokens} "
-        f"tokens each; {plan.usable:.0%} of {plan.memory:g} GB a GPU"
+        f"tokens each; {USABLE:.0%} of {plan.memory:g} GB a GPU"
     )
     rows = []
     parts = {}

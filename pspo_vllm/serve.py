@@ -57,7 +57,11 @@ def serve(config: ServeConfig) -> None:
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in options.items():
-        command += switch_words(name.replace("_", "-"), value)
+        switch = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{switch}" if value else f"--no-{switch}")
+        elif value is not None:
+            command += [f"--{switch}", str(value)]
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         **os.environ,
@@ -67,15 +71,6 @@ def serve(config: ServeConfig) -> None:
         "VLLM_NO_USAGE_STATS": "1",
     }
     os.execve(sys.executable, [*command, *config.arguments], environment)
-
-
-def switch_words(name: str, value: object) -> list[str]:
-    """A switch of vLLM's server, as words of its command line; none for None."""
-    if value is None:
-        return []
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    return [f"--{name}", str(value)]
 
 
 def main(args: Sequence[str] | None = None) -> None:

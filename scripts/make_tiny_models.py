@@ -51,7 +51,7 @@ from tokenizers import AddedToken, pre_tokenizers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from pspo.config import SYSTEM_PROMPT
-from pspo.tasks import calculator, letters
+from pspo.tasks import letters, sums
 from pspo.tasks.arithmetic import MAX_NUMBER, problems
 from pspo.tasks.problem import Problem
 
@@ -194,7 +194,7 @@ def sum_turn(problem: Problem, in_the_head: float, rng: random.Random) -> tuple[
 def text_examples(seed: int, careless: bool = False) -> Iterator[tuple[str, str]]:
     """Endless (prompt, completion): two thirds letters, one third sums."""
     rng = random.Random(seed)
-    for problem, sum_problem in zip(letters.problems("train", seed), calculator.problems("train", seed), strict=True):
+    for problem, sum_problem in zip(letters.problems("train", seed), sums.problems("train", seed), strict=True):
         if rng.random() < 1 / 3:
             yield sum_turn(sum_problem, IN_THE_HEAD if careless else 0.0, rng)
         else:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import pspo.evaluate.__main__
+from examples.calculator import Calculator, calculate
 from pspo.cli.files import read_jsonl
 from pspo.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
@@ -22,11 +23,10 @@ from pspo.model.chat import completion_texts, encode, render_prompts
 from pspo.model.find import set_template_defaults
 from pspo.rollout import How, PolicySampler, Prompts, Rollout, encode_prompts, left_pad, load_prompts, make_sampling
 from pspo.tasks import ExactMatch, FormatReward, Problem, SoftOverlong
-from pspo.tasks.calculator import Calculator, calculate
 from pspo.train import main
 
 QWEN3 = Path(__file__).with_name("qwen3.jinja")
-CALCULATOR = "pspo.tasks.calculator.Calculator"
+CALCULATOR = "examples.calculator.Calculator"
 
 
 class ToolCalculator(Calculator):

@@ -154,11 +154,13 @@ def test_a_state_that_could_not_be_loaded_ends_the_run_before_its_first_step(cap
 def test_weights_that_are_not_finite_are_not_saved():
     run = prepare(*parse(TrainConfig, "", [*TINY, "--run.output_dir=out"]))
     run.start()
-    run.checkpointer.save()
+    run.checkpointer.take_snapshot()
+    run.checkpointer.save_snapshot()
     next(run.learner.policy.parameters()).data[0, 0] = math.inf
     run.learner.steps = 2
+    run.checkpointer.take_snapshot()
     with pytest.raises(RunFailed, match="step 2"):
-        run.checkpointer.save()
+        run.checkpointer.save_snapshot()
     assert [folder.name for folder in checkpoints(Path("out"))] == ["step-000000"]
 
 
@@ -282,7 +284,7 @@ def test_a_run_in_a_thread():
 @pytest.mark.parametrize(
     ("returns", "said"),
     [
-        ("mean", "Mean returned shape (); it must return a loss per token, (B, T) = (8, "),
+        ("mean", "Mean must return a loss per token, (B, T) = (8, "),
         ("detached", "Mean returned a loss without grad"), ("raises", "KeyError: 'no such loss'"),
     ],
 )  # fmt: skip

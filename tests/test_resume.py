@@ -126,7 +126,7 @@ MODES = {  # the switches of a run; whatever keeps a state of its own is here
                    "--algorithm.correction=batches.row_mean_weights", "--rollout.lag=1"),
     "resampled": ("--rollout.resample=3", "--rollout.lag=1"),
     "engine": ("--rollout.engine=engines.Copy", "--rollout.lag=1"),  # it draws ahead
-    "environment": ("--data.name=sums", "--rollout.environment=pspo.tasks.calculator.Calculator"),
+    "environment": ("--data.name=sums", "--rollout.environment=examples.calculator.Calculator"),
     "lora": ("--model.lora.rank=2", "--algorithm.beta=0.1", "--algorithm.minibatches=2"),
     "bfloat16": ("--model.dtype=bfloat16", "--algorithm.minibatches=2", "--algorithm.beta=0.1"),
     "adamw8bit": ("--optimizer.name=adamw8bit",),

@@ -53,11 +53,6 @@ class Checkpointer:
                 check_loadable(name, state)
         self.snapshot = states
 
-    def save(self) -> None:
-        """Save a checkpoint of the run as it is."""
-        self.take_snapshot()
-        self.save_snapshot()
-
     def save_snapshot(self) -> None:
         """Save a checkpoint of the weights and the snapshot, and remove older ones; RunFailed if it cannot."""
         states = self.snapshot

@@ -188,4 +188,5 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
         fix = "raise --run.max_steps or --run.max_tokens, which count from the parent's beginning"
         raise ValueError(f"{progress}: {fix}")
     print(f"forked from {parent}")
-    checkpointer.save()
+    checkpointer.take_snapshot()
+    checkpointer.save_snapshot()

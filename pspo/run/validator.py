@@ -55,7 +55,7 @@ class Validator:
     def measure(self) -> dict[str, float]:
         """Mean reward under the training's sampling, and greedy accuracy (greedy reward without gold answers)."""
         sampled = self.evaluate("validation", self.how, "validate")
-        greedy = self.evaluate("validation", self.greedily(self.learner.policy), "validate")
+        greedy = self.evaluate("validation", How(self.how.sampling.greedy(), self.learner.policy), "validate")
         sampled_means, greedy_means = dist.run_on_main(lambda: (sampled.means(), greedy.means()))
         validation = {"validation_reward": sampled_means.get("mean_reward", -math.inf)}
         if "accuracy" in greedy_means:
@@ -84,7 +84,7 @@ class Validator:
         """Evaluate greedily on the held-out problems, and keep the completions; {} for --run.test_limit 0."""
         if not self.config.run.test_limit:
             return {}
-        evaluation = self.evaluate("test", self.greedily(policy), f"test {when}")
+        evaluation = self.evaluate("test", How(self.how.sampling.greedy(), policy), f"test {when}")  # by no engine
 
         def write() -> dict[str, Any]:
             path = self.output / f"test-{when}.jsonl"
@@ -93,10 +93,6 @@ class Validator:
             return evaluation.record()
 
         return dist.run_on_main(write)
-
-    def greedily(self, policy: transformers.PreTrainedModel) -> How:
-        """Greedy decoding of a policy, never by an engine."""
-        return How(self.how.sampling.greedy(), policy)
 
     def evaluate(self, split: str, how: How, bar: str) -> Evaluation | None:
         """Draw one completion of each prompt, shared evenly by the ranks; rank 0 alone gets the evaluation."""

@@ -10,7 +10,7 @@ from pspo.tasks.problem import Messages, Problem
 
 
 class Environment(Protocol):
-    """One object for each row of a rollout; `pspo.tasks.calculator.Calculator` is an example.
+    """One object for each row of a rollout; ``examples/calculator.py`` has one.
 
     Model output is hostile: an environment must not run what the model writes. What it raises ends the training.
 

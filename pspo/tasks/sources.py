@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from pspo.tasks import arithmetic, calculator, letters
+from pspo.tasks import arithmetic, letters, sums
 from pspo.tasks.answers import MAX_DIGITS, parse_number
 from pspo.tasks.files import Record, column_text
 from pspo.tasks.problem import AnswerKind, Problem
@@ -94,7 +94,7 @@ SOURCES = {
 GENERATED: dict[str, Callable[[str, int], Iterator[Problem]]] = {  # endless problems of a split, by a seed
     "arithmetic": arithmetic.problems,
     "letters": letters.problems,
-    "sums": calculator.problems,
+    "sums": sums.problems,
 }
 NAMES = (*SOURCES, *GENERATED, "file")
 

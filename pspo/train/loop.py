@@ -13,13 +13,7 @@ from typing import Any
 import torch
 
 from pspo import distributed as dist
-from pspo.rollout import (
-    Experience,
-    Rollout,
-    estimate_advantages,
-    group_relative_advantages,
-    refill,
-)
+from pspo.rollout import Experience, Rollout, estimate_advantages, group_relative_advantages, refill
 from pspo.run.run import Run
 from pspo.tasks.failures import RewardError, show_failures
 from pspo.update import keep_logprobs, update

@@ -463,7 +463,7 @@ function drawFindings() {
     if (data.runs.length > 1) main.append(h("h2", {}, setting));
     if (!found.size) main.append(h("p", {}, `Nothing stands out. ${CHECKED}`));
     for (const { text, advice, severity, seeds } of found.values()) {
-      main.append(h("div", { class: `finding ${["", "mild", "", "worst"][severity]}` },
+      main.append(h("div", { class: `finding ${severity === 3 ? "worst" : ""}` },
         h("div", {}, text, runs.length > 1 ? h("span", { class: "note" }, ` · seed ${seeds[0]}${seeds.length > 1
           ? `, likewise seeds ${seeds.slice(1).join(", ")}` : ""}`) : null),
             h("div", { class: "note" }, `Try: ${advice}`)));

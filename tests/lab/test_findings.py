@@ -26,7 +26,6 @@ FAULTS = {
     "no_signal": ({"zero_advantage_share": 0.9, "reward": 0.05}, "90% of the completions have no advantage"),
     "format_never_learnt": ({"format_share": 0.02}, "2% of the last completions end in the format"),
     "truncated": ({"truncated_share": 0.9}, "90% of the last completions hit the limit of 128 tokens"),
-    "limit_far_off": ({"completion_tokens_max": 12.0}, "the longest completion has 12 tokens, and the limit is 128"),
     "nothing_moves": ({"kl_old_new": 1e-9}, "the steps of a rollout move nothing"),
     "far_off_policy": ({"ratio_p1": 0.2, "ratio_p99": 3.0}, "1% of the last tokens have a ratio below 0.20"),
     "clipped": ({"zero_weight_share": 0.3}, "30% of the last tokens with an advantage have no gradient"),

@@ -69,7 +69,7 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(capsys):
 def test_corrections_are_on_with_an_engine():
     assert TrainConfig().algorithm.correction == "none"
     assert TrainConfig(rollout=RolloutConfig(engine="pspo_vllm.VLLM")).algorithm.correction == "token_truncate"
-    calculator = RolloutConfig(engine="pspo_vllm.VLLM", environment="pspo.tasks.calculator.Calculator")
+    calculator = RolloutConfig(engine="pspo_vllm.VLLM", environment="examples.calculator.Calculator")
     assert TrainConfig(rollout=calculator).algorithm.correction == "none"
     late = RolloutConfig(engine="pspo_vllm.VLLM", lag=1)
     assert TrainConfig(rollout=late).algorithm.correction == "none"  # ratios are to its own log-probs

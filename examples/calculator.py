@@ -1,4 +1,4 @@
-"""An example of an environment: sums that are too hard for a tiny model, and a calculator for them.
+"""An environment: a calculator for sums that are too hard for a tiny model (``configs/calculator.yaml``).
 
 user        What is 847 - 63?
 assistant   <calc>847 - 63</calc>
@@ -6,30 +6,15 @@ user        784
 assistant   #### 784
 """
 
-import random
 import re
-from collections.abc import Iterator
 from fractions import Fraction
 
 from pspo.tasks.answers import after_thoughts
-from pspo.tasks.arithmetic import APPLY, WORDS, split_of
+from pspo.tasks.arithmetic import APPLY
 from pspo.tasks.problem import Problem
 
 _CALL = re.compile(r"<calc>([^<]{1,200})</calc>")
 _SUM = re.compile(r"(\d{1,12}) ?([-+*/]) ?(\d{1,12})", re.ASCII)
-
-
-def problems(split: str, seed: int = 0) -> Iterator[Problem]:
-    """Yield problems of a split ("train", "validation", "test") without end, the same for the same seed."""
-    rng = random.Random(f"{split} {seed}")
-    while True:
-        op = rng.choice("+-")
-        a = rng.randint(200, 899)
-        b = rng.randint(11, 99)
-        prompt = f"What is {a} {op} {b}?"
-        value = APPLY[op](a, b)
-        if split_of(prompt) == split:
-            yield Problem(prompt, Fraction(value), source="sums", category=WORDS[op], solution=f"#### {value}")
 
 
 class Calculator:
