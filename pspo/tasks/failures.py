@@ -1,7 +1,6 @@
 """Run a user's own code: show its errors without our frames, and undo what it changes."""
 
 import contextlib
-import os
 import sys
 import sysconfig
 import traceback
@@ -47,19 +46,11 @@ def user_traceback(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def undo_changes() -> Iterator[None]:
-    """Restore the current folder and torch's gradient mode after a user's code.
-
-    If the code forks, the child ends here; otherwise two trainers would share one folder.
-    """
+    """Restore the current folder and torch's gradient mode after a user's code."""
     torch = sys.modules.get("torch")  # workers need none
     gradients = torch.set_grad_enabled(torch.is_grad_enabled()) if torch else contextlib.nullcontext()
-    process = os.getpid()
-    try:
-        with contextlib.chdir("."), gradients:
-            yield
-    finally:
-        if os.getpid() != process:
-            os._exit(1)
+    with contextlib.chdir("."), gradients:
+        yield
 
 
 def show_failures(failures: dict[str, Exception], shown: dict[str, str]) -> None:
