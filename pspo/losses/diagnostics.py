@@ -112,5 +112,5 @@ def diagnose_correction(
     if mode.startswith("sequence") and len(rows):
         rows = rows.long()
         log_r = log_r.new_zeros(int(rows.max()) + 1).index_add(0, rows, log_r)[rows]
-    is_corrected = (log_r.exp() > cap) & is_active
-    return statistics | {"corrected_share": is_corrected.sum().item() / len(active)}
+    is_corrected = (log_r.exp() > cap)[is_active].to(log_r.dtype)
+    return statistics | {"corrected_share": is_corrected.mean().item() if len(is_corrected) else 0.0}
