@@ -129,8 +129,8 @@ def test_groups_without_signal_give_way():
     filled = dataclasses.replace(filled, advantages=group_relative_advantages(filled.rewards.float(), G, "rloo"))
     assert filled.prompt_indices == [20, 11, 22, 13]
     assert filled.has_signal == [True, True, True, False]
-    assert filled.rollout.tokens + filled.replaced_tokens == drawn.tokens + fresh.tokens
-    assert len(filled.replaced_rewards) == 3 * G
+    assert filled.drawn_tokens == drawn.tokens + fresh.tokens
+    assert len(filled.drawn_rewards) == 7 * G
     assert filled.rewards_by_name["r"] == filled.rewards.tolist()
     for place, (source, group) in enumerate([(fresh, 0), (drawn, 1), (fresh, 2), (drawn, 3)]):
         mine, theirs = (

@@ -26,8 +26,8 @@ class Experience:
         logged: by name B values that reward functions logged, None where there is none.
         advantages: (B,) or (B, T) float32; None until they are estimated.
         reward_failed: a reward function failed for some of the completions drawn (--reward.on_error none).
-        replaced_rewards: of completions that were drawn, and replaced by --rollout.resample.
-        replaced_tokens: their prompt and completion tokens, padding excluded.
+        drawn_rewards: those of all completions drawn for it, if --rollout.resample has replaced some.
+        drawn_tokens: prompt and completion tokens of these, padding excluded.
     """
 
     prompt_indices: list[int]
@@ -37,8 +37,8 @@ class Experience:
     logged: dict[str, list[Any]] = field(default_factory=dict)
     advantages: Tensor | None = None
     reward_failed: bool = False
-    replaced_rewards: list[float] = field(default_factory=list)
-    replaced_tokens: int = 0
+    drawn_rewards: list[float] = field(default_factory=list)
+    drawn_tokens: int = 0
 
     @property
     def has_signal(self) -> list[bool]:
@@ -69,10 +69,6 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
     prompt_indices = experience.prompt_indices + fresh.prompt_indices
     rows = [group * group_size + i for group in groups for i in range(group_size)]
     indices = torch.tensor(rows)
-    drawn = join([experience.rollout, fresh.rollout])
-    rollout = drawn.rows(indices)
-    rewards = torch.cat([experience.rewards, fresh.rewards])
-    is_replaced = torch.ones_like(rewards, dtype=torch.bool).index_fill(0, indices, False)
 
     def select(values: dict[str, list], fresh_values: dict[str, list]) -> dict[str, list]:
         """The rows' values by name, None where there is none."""
@@ -85,13 +81,13 @@ def refill(experience: Experience, fresh: Experience) -> Experience:
 
     return Experience(
         prompt_indices=[prompt_indices[group] for group in groups],
-        rollout=rollout,
-        rewards=rewards[indices],
+        rollout=join([experience.rollout, fresh.rollout]).rows(indices),
+        rewards=torch.cat([experience.rewards, fresh.rewards])[indices],
         rewards_by_name=select(experience.rewards_by_name, fresh.rewards_by_name),
         logged=select(experience.logged, fresh.logged),
         reward_failed=experience.reward_failed or fresh.reward_failed,
-        replaced_rewards=experience.replaced_rewards + rewards[is_replaced].tolist(),
-        replaced_tokens=experience.replaced_tokens + drawn.tokens - rollout.tokens,
+        drawn_rewards=(experience.drawn_rewards or experience.rewards.tolist()) + fresh.rewards.tolist(),
+        drawn_tokens=(experience.drawn_tokens or experience.rollout.tokens) + fresh.rollout.tokens,
     )
 
 

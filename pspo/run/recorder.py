@@ -96,17 +96,17 @@ class Recorder:
         """Count a rollout that was trained on, begin its line (statistics of all ranks' rows), and write its tokens."""
         self.steps = steps
         self.first_step = self.learner.steps - len(steps)
-        self.tokens += sum(dist.gather_objects(experience.rollout.tokens + experience.replaced_tokens))
+        self.tokens += sum(dist.gather_objects(experience.drawn_tokens or experience.rollout.tokens))
         self.line = {"step": self.learner.steps, "tokens": self.tokens}
         rows = self.gather_rows(experience)
-        replaced_rewards = dist.gather_on_main(experience.replaced_rewards)
+        drawn_rewards = dist.gather_on_main(experience.drawn_rewards or experience.rewards.tolist())
         if dist.is_main():
             self.line |= rollout_metrics(rows) | steps[-1]  # the most off-policy step
             self.line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
             if self.config.rollout.resample > 0:
-                replaced = [reward for rewards in replaced_rewards for reward in rewards]
-                self.line["resampled_share"] = len(replaced) / len(rows["reward"])
-                self.line["reward_drawn"] = mean_of_known(rows["reward"] + replaced)
+                rewards_drawn = [reward for rewards in drawn_rewards for reward in rewards]
+                self.line["resampled_share"] = len(rewards_drawn) / len(rows["reward"]) - 1
+                self.line["reward_drawn"] = mean_of_known(rewards_drawn)
         if self.config.run.record_tokens > 0:
             self.record_samples(experience, rows)
 
