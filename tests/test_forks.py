@@ -182,7 +182,7 @@ def test_what_a_kill_leaves_of_a_start_does_not_block_its_folder(whole, capfd):
 # --- forks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_fork_without_a_change_is_its_parents_continuation(whole_with, lag):
     """From a checkpoint or from the newest; killed, it resumes without its parent."""
     switches = ("--reward.functions=[test_resume.short_lengths]",  # draws nothing in the first validation

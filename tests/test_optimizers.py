@@ -104,6 +104,7 @@ def test_gradients_of_bfloat16_weights_add_up():
     assert weight.grad.tolist() == [1000.0] * 3
 
 
+@pytest.mark.nightly
 def test_replicas_of_bfloat16_weights_stay_the_same(tmp_path):
     def work() -> None:
         original = pspo.update.step.take_step

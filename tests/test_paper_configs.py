@@ -72,6 +72,7 @@ def test_files_say_what_the_paper_says(base):
         )  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("processes", "experiments"), [(1, 4), (4, 1)])
 def test_the_sweep_of_the_main_table_has_its_rows_and_settings(monkeypatch, processes, experiments):
     """All of `results/paper.csv`, and what the files of configs/paper say but for memory, disk and revisions."""

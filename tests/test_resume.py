@@ -136,7 +136,7 @@ MODES = {  # the switches of a run; whatever keeps a state of its own is here
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[] if i < 3 else pytest.mark.nightly) for i, mode in enumerate(MODES)]
+    "mode", [pytest.param(mode, marks=[] if i < 2 else pytest.mark.nightly) for i, mode in enumerate(MODES)]
 )
 def test_killed_at_every_step_a_run_ends_as_if_nothing_had_happened(whole_with, capfd, mode):
     if "8bit" in mode:
