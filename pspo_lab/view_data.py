@@ -5,6 +5,7 @@ import base64
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,7 @@ def make_groups(run: int, samples: Sequence[Record]) -> list[Record]:
 def add_visits(groups: Sequence[Record], file: Path, surrogates: dict[str, Surrogate]) -> None:
     """Add to a rollout's completions the visits to their tokens that its file has.
 
-    Of the copies of a problem that comes twice in a rollout, a visit belongs to the one with its text.
+    Of the copies of a problem that comes twice in a rollout, a visit belongs to the one with its text and advantage.
     """
     try:
         table = pd.read_parquet(file).reindex(columns=[*TOKEN_TYPES]).astype(TOKEN_TYPES)
@@ -236,11 +237,17 @@ def add_visits(groups: Sequence[Record], file: Path, surrogates: dict[str, Surro
         copies = [completion for completion in completions if completion["sample"] == sample]
         if not copies:
             continue
-        text = "".join(visit["text"])
-        one = max(copies, key=lambda copy: len(copy["text"]) if text.startswith(copy["text"]) else -1)
+        one = max(copies, key=partial(likeness, "".join(visit["text"]), visit["advantage"].iloc[0]))
         if one["recorded"] is None:
             one["recorded"] = describe_tokens(visit)
         one["recorded"]["visits"].append(describe_visit(visit, surrogates))
+
+
+def likeness(text: str, advantage: float, completion: Record) -> tuple[int, float, int]:
+    """Grows as a completion is more like recorded tokens; alike, the copies take turns."""
+    common = len(completion["text"]) if text.startswith(completion["text"]) else -1
+    visits = completion["recorded"]["visits"] if completion["recorded"] else []
+    return common, -abs(advantage - (completion["advantage"] or 0.0)), -len(visits)
 
 
 def describe_tokens(visit: pd.DataFrame) -> Record:

@@ -132,15 +132,16 @@ def test_of_a_problem_that_comes_twice_in_a_rollout_each_copy_has_its_own_tokens
     run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
     last = read_jsonl(run / "samples.jsonl")[-1]
     copies = [last | {"sample": 0, "step": 8, "problem": 0, "completion": text, "advantage": advantage}
-              for text, advantage in (("a b", 0.0), ("a c", 1.0), ("a d", 1.0))]  # fmt: skip
+              for text, advantage in (("a b", 0.0), ("a c", 1.0), ("a d", 1.0), ("a d", 1.0))]  # fmt: skip
     (run / "samples.jsonl").write_text("".join(json.dumps(copy) + "\n" for copy in copies))
     (file,) = (run / "tokens.parquet").glob("step-*8.parquet")
     rows = [{"step": step, "problem": 0, "sample": 0, "position": i, "text": text, "advantage": 1.0, "logprob": -step}
-            for step, texts in ((7, ("a", " d")), (8, ("a", " c"))) for i, text in enumerate(texts)]  # fmt: skip
+            for step, last in ((6, " d"), (7, " d"), (8, " c")) for i, text in enumerate(("a", last))]  # fmt: skip
     pd.DataFrame(rows).to_parquet(file)
     data = data_of(make_page([run]))
     assert [(one["text"], one["recorded"]["visits"][0]["step"]) for _, one in recorded(data)] == [
         ("a c", 8),
+        ("a d", 6),
         ("a d", 7),
     ]
 
