@@ -441,5 +441,5 @@ def test_equal_prompts_are_on_one_side(tmp_path):
 def test_another_encoding_is_refused_by_the_file_s_name(tmp_path, suffix, encoding):
     content = {"csv": "prompt,answer\nCafé?,1\n"}.get(suffix, '{"prompt": "Café?", "answer": 1}\n')
     (tmp_path / f"own.{suffix}").write_bytes(content.encode(encoding))
-    with pytest.raises(ValueError, match=rf"own\.{suffix} is not UTF-8"):
+    with pytest.raises(ValueError, match=rf"own\.{suffix}: not UTF-8"):
         load_problems("file", "test", tmp_path / f"own.{suffix}")

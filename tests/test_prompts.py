@@ -106,11 +106,14 @@ def test_ids_of_a_chat_are_its_templates(tokenizer, template, chat):
 
 def test_a_reward_sees_the_beginning_of_an_answer_and_its_completion(tokenizer, tmp_path, capsys):
     begun = ["Let me think.\n<think>\n", "It is"]
-    chats = [[USER, {"role": "assistant", "content": text}] for text in begun] + [[USER]]
+    chats = [[USER, {"role": "assistant", "content": text}] for text in (*begun, "word " * 600)] + [[USER]]
     file = tmp_path / "test.jsonl"
     file.write_text("".join(json.dumps({"prompt": chat, "answer": 7}) + "\n" for chat in chats))
     prompts = load_prompts(DataConfig(path=str(file)), tokenizer, "test")
-    assert capsys.readouterr().out == "file test: 2 of 3 prompts end in a turn of the assistant to continue\n"
+    assert capsys.readouterr().out == (
+        "file test: dropped 1 of 4 prompts over 512 tokens\n"
+        "file test: 2 of 3 prompts end in a turn of the assistant to continue\n"
+    )
     policy = load_policy(ModelConfig(), "cpu")
     sampling = make_sampling(policy, tokenizer, RolloutConfig(max_completion_tokens=3, stop_tokens=[]))
     rollout = PolicySampler(tokenizer).draw(prompts, 2, How(sampling, policy))

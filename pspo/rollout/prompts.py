@@ -106,10 +106,12 @@ def load_prompts(
     for prompt in prompts:
         is_begun = isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
         beginnings.append(content_text(prompt[-1]) if is_begun else "")
-    begun = sum(map(bool, beginnings))
-    if begun:
-        print(f"{config.name} {split}: {begun:,} of {len(texts):,} prompts end in a turn of the assistant to continue")
-    return Prompts(problems, ids, beginnings if begun else []).take(fits)
+    loaded = Prompts(problems, ids, beginnings).take(fits)
+    begun = sum(map(bool, loaded.beginnings))
+    if not begun:
+        return Prompts(loaded.problems, loaded.ids)
+    print(f"{config.name} {split}: {begun:,} of {len(fits):,} prompts end in a turn of the assistant to continue")
+    return loaded
 
 
 def completion_columns(max_completion_tokens: int, has_environment: bool) -> int:

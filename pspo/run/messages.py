@@ -25,7 +25,7 @@ def print_header(run: Run) -> None:
     sizes = [f"{len(prompts):,} {split}" for split, prompts in run.validator.prompts.items()]
     test = f" (a share of {config.data.holdout:g} is held out as test)" if config.data.holdout else ""
     if config.data.name == "file" and not config.run.test_limit:
-        test = ", no test (--data.holdout 0.2 makes one)"
+        test = ", no test (--run.test_limit, --data.holdout)"
     stops = run.recorder.tokenizer.convert_ids_to_tokens(run.how.sampling.stop_ids)
     stops += [repr(text) for text in run.how.sampling.stop_strings]
     print(f"""\

@@ -99,14 +99,14 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file without its byte order mark; ValueError if it is not UTF-8."""
+    """The text of a file without its byte order mark; ValueError, without the path, if it is not UTF-8."""
     import pyarrow  # slow to import
 
     content = pyarrow.input_stream(str(path), compression="detect").read()
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8, convert it: {error}") from error
+        raise ValueError(f"not UTF-8, convert it: {error}") from error
 
 
 def to_record(pairs: Iterable[tuple[str, Any]]) -> Record:
