@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 from batches import completions
+from test_logprobs import LargestTensor
 from transformers import TopPLogitsWarper
 
 import pspo.rollout.graphs
@@ -67,6 +68,7 @@ GREEDY_CASES = {
     "max_rows": (PROMPTS, {"max_rows": 3}),
     "one prompt": (PROMPTS[:1], {}),
     "prompts of one length": ([[1, 2, 3], [4, 5, 6]], {}),
+    "prompts that begin alike": ([[*range(20, 40), *prompt] for prompt in PROMPTS], {}),
 }
 
 
@@ -86,6 +88,17 @@ def test_greedy_is_the_argmax_of_the_plain_model(monkeypatch, tiny_model, tokeni
         assert rollout.terminated.any()
         assert (rollout.completion_ids[~rollout.completion_mask] == sampling.pad_id).all()
         assert rollout.completion_ids.shape[1] == max(map(len, expected))  # nothing is decoded beyond the last
+
+
+def test_a_common_beginning_is_computed_once_and_no_copy_of_the_output_embedding_for_each_prompt(tiny_model, tokenizer):
+    model = tiny_model(vocab_size=2000)
+    tokens = []
+    model.get_input_embeddings().register_forward_hook(lambda _, ids, out: tokens.append(ids[0].numel()))
+    prompts = [[*range(20, 40), *prompt] for prompt in PROMPTS]
+    with autocast("bf16", model.device), LargestTensor() as largest:
+        generate(model, tokenizer, prompts, replace(GREEDY, stop_ids=(), max_completion_tokens=3), group_size=2)
+    assert tokens == [20, 4 * 8, 8, 8]
+    assert largest.numel == model.lm_head.weight.numel()
 
 
 def test_graphs_draw_the_same_whatever_was_drawn_before(tiny_model, tokenizer):

@@ -18,7 +18,15 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import DynamicCache, PreTrainedModel, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 
-from pspo.model import CACHE_ARGUMENT, takes_visible_columns, to_device, to_model
+from pspo.model import (
+    CACHE_ARGUMENT,
+    common_prefix,
+    prefix_cache,
+    prefix_mask,
+    takes_visible_columns,
+    to_device,
+    to_model,
+)
 from pspo.rollout.drawing import NucleusRecorder, draw_tokens, score_tokens
 from pspo.rollout.types import Completions, Sampling
 
@@ -79,19 +87,30 @@ def decode(
 
 
 class Prefill(NamedTuple):
-    """Result of a pass over N prompts: logits (N, V) of the next token, last positions (N, 1), keys and values."""
+    """Result of a pass over N prompts (N, P).
+
+    Logits (N, V) of the next token, last positions (N, 1), the mask (N, P) of the columns with keys and values, these.
+    """
 
     logits: Tensor
     positions: Tensor
+    mask: Tensor
     cache: DynamicCache
 
 
 def prefill(model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor) -> Prefill:
-    """Pass prompts (N, P) through the model once."""
-    positions = (prompt_mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    ids, mask, positions = to_model(model, prompt_ids, prompt_mask.long(), positions)
+    """Pass prompts (N, P) through the model once, on a CPU their common beginning once for all."""
+    mask = prompt_mask.long()
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    prefix = common_prefix(model, prompt_ids, prompt_mask)
+    L = len(prefix)
+    mask = prefix_mask(mask, positions, prompt_ids.shape[1], L)
+    ids, visible, positions = to_model(model, prompt_ids[:, L:], mask, positions[:, L:])
+    pass_cache = prefix_cache(model, prefix, len(prompt_ids))
+    logits = next_logits(model, pass_cache, ids, visible, positions)
     cache = DynamicCache(config=model.config)
-    return Prefill(next_logits(model, cache, ids, mask, positions), positions[:, -1:], cache)
+    cache.layers = pass_cache.filled
+    return Prefill(logits, positions[:, -1:], mask, cache)
 
 
 def begin(
@@ -99,13 +118,13 @@ def begin(
 ) -> DecodeState:
     """Prefill, and repeat what comes of each prompt for the rows of its group."""
     limit = sampling.max_completion_tokens
-    logits, positions, cache = prefill(model, prompt_ids, prompt_mask)
+    logits, positions, mask, cache = prefill(model, prompt_ids, prompt_mask)
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
             cache.layers[i] = BufferedLayer(layer, group_size, limit)
         else:
             layer.batch_repeat_interleave(group_size)
-    attention_mask = to_device(pad(prompt_mask.long(), (0, limit), value=1), model.device)
+    attention_mask = to_device(pad(mask, (0, limit), value=1), model.device)
     attention_mask = attention_mask.repeat_interleave(group_size, dim=0)
     if takes_visible_columns(model):
         attention_mask = attention_mask.bool()[:, None, None]  # the form that attention needs, made once
@@ -128,7 +147,9 @@ def begin(
 def next_logits(model: Callable[..., Any], cache: DynamicCache, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
     """(b, V) logits of the token after ids (b, t), whose keys and values are added to the cache."""
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, CACHE_ARGUMENT: cache}
-    return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+    # 1 would take a strided view of the states: on a CPU, torch copies the bf16 output embedding for each of its rows.
+    last = 1 if ids.shape[1] == 1 else ids.new_full((1,), -1)
+    return model(**inputs, use_cache=True, logits_to_keep=last).logits[:, -1]
 
 
 def sample(state: DecodeState, sampling: Sampling) -> None:

@@ -50,7 +50,7 @@ def decode_by_graphs(
     if decoder is None or not decoder.fits(prefilled, n, columns, limit):
         decoder = None  # its buffers go before new ones come
         decoder = GraphDecoder(prefilled, n, columns, limit)
-    decoder.load(prefilled, prompt_mask, n, columns, sampling, group_size)
+    decoder.load(prefilled, n, columns, sampling, group_size)
     decoder.cast_weights(model)
     decoder.draw(prefilled.logits.repeat_interleave(group_size, dim=0), sampling)
     length = 1
@@ -103,12 +103,10 @@ class GraphDecoder:
         is_large = all(needed <= there for needed, there in zip(size, self.size, strict=True))
         return is_large and cache_dtype(prefilled.cache.layers[0].keys) == self.buffers[0].dtype
 
-    def load(
-        self, prefilled: Prefill, prompt_mask: Tensor, n: int, columns: int, sampling: Sampling, group_size: int
-    ) -> None:
+    def load(self, prefilled: Prefill, n: int, columns: int, sampling: Sampling, group_size: int) -> None:
         """Begin with prefilled prompts (N, P), each for ``group_size`` of n rows; the others are idle."""
-        rows = len(prompt_mask) * group_size
-        width = prompt_mask.shape[1]
+        rows = len(prefilled.mask) * group_size
+        width = prefilled.mask.shape[1]
         device = self.tokens.device
         views = []
         prompts = [states for layer in prefilled.cache.layers for states in (layer.keys, layer.values)]
@@ -124,7 +122,7 @@ class GraphDecoder:
         self.positions[:rows] = prefilled.positions.repeat_interleave(group_size, dim=0)
         self.visible = self.visible_buffer[: n * columns].view(n, 1, 1, columns)  # columns that are attended to
         self.visible.fill_(False)
-        self.visible[:rows, 0, 0, :width] = to_device(prompt_mask, device).repeat_interleave(group_size, dim=0)
+        self.visible[:rows, 0, 0, :width] = to_device(prefilled.mask, device).repeat_interleave(group_size, dim=0)
         self.ended.fill_(True)
         self.ended[:rows] = False
         self.rows.copy_(torch.arange(len(self.rows), device=device))
