@@ -34,6 +34,7 @@ def in_order(rows, key):
 
 
 AS_IT_IS = contextlib.nullcontext
+NO_PREFIX = partial(mock.patch.object, shared_prompts, "MIN_PREFIX", 10**9)
 UNSHARED = partial(mock.patch.object, pspo.update.learner, "shares_prompts", return_value=False)
 RECOMPUTED = "activations recomputed"
 UNFUSED = "AdamW not fused"
@@ -41,7 +42,7 @@ BONUS = "with an entropy bonus, which needs every row"
 TRAINING = {  # what is off, by what patch
     "everything on": AS_IT_IS,
     "rows with advantage 0 kept": partial(mock.patch.object, Clip, "silent_at_zero_advantage", False),
-    "common beginning of prompts per prompt": partial(mock.patch.object, shared_prompts, "MIN_PREFIX", 10**9),
+    "common beginning of prompts per prompt": NO_PREFIX,
     "prompts computed per row": UNSHARED,
     RECOMPUTED: AS_IT_IS,
     f"{RECOMPUTED}, prompts computed per row": UNSHARED,
@@ -54,6 +55,7 @@ TRAINING = {  # what is off, by what patch
 BY_A_RACE = {"sample_nucleus": pspo.rollout.drawing.sample_race}
 GENERATION = {  # what is off: decoder, and what is patched
     "everything on": ("pspo", AS_IT_IS),
+    "common beginning of prompts per prompt": ("pspo", NO_PREFIX),
     "the nucleus by a race": ("pspo", partial(mock.patch.multiple, pspo.rollout.drawing, **BY_A_RACE)),
     "fixed shapes, no row dropped": ("graphs", AS_IT_IS),
     "the library's loop": ("hf", AS_IT_IS),
