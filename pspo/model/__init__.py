@@ -22,10 +22,8 @@ from pspo.model.logprobs import (
 )
 from pspo.model.shared_prompts import (
     CACHE_ARGUMENT,
-    common_prefix,
     has_plain_cache,
-    prefix_cache,
-    prefix_mask,
+    share_prefix,
     shares_prompts,
     takes_visible_columns,
     to_model,

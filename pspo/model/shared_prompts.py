@@ -40,13 +40,10 @@ def hidden_states_of_shared_prompts(
     is_first = torch.ones_like(ids[:, 0], dtype=torch.bool)  # of the rows with its prompt
     is_first[1:] = (prompt_ids[1:] != prompt_ids[:-1]).any(dim=1) | (prompt_mask[1:] != prompt_mask[:-1]).any(dim=1)
     prompts = is_first.nonzero().squeeze(1)  # (n,), the first row of each prompt
-    prefix = common_prefix(model, prompt_ids[prompts], prompt_mask[prompts])
-    L = len(prefix)
+    cache, mask, L = share_prefix(model, prompt_ids[prompts], prompt_mask[prompts], mask, positions)
     if L == 0 and len(prompts) == len(ids):
         return None
 
-    cache = prefix_cache(model, prefix, len(prompts))
-    mask = prefix_mask(mask, positions, width, L)
     last = body_states(model, ids[prompts, L:width], mask[prompts, :width], positions[prompts, L:width], cache)[:, -1:]
     cache = PassCache(model, cache, is_first.cumsum(dim=0) - 1, last=True)
     completions = body_states(model, ids[:, width:], mask, positions[:, width:], cache)
@@ -106,40 +103,41 @@ class PassCache(DynamicCache):
         return layer.update(keys, values, *args, **kwargs)
 
 
-def common_prefix(model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
-    """The tokens (L,) with which all left-padded prompts (n, P) begin and that are worth a pass; L may be 0.
+def share_prefix(
+    model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, mask: Tensor, positions: Tensor
+) -> tuple[PassCache, Tensor, int]:
+    """On a CPU, compute the L tokens with which all left-padded prompts (n, P) begin once; L may be 0.
 
-    They are fewer than the shortest prompt has. A GPU gains nothing: another pass costs more, by its kernel launches,
-    than the common beginning in every row.
+    Returns the cache for a pass of what follows these tokens, the mask for it, and L. A GPU gains nothing: another pass
+    costs more, by its kernel launches, than the common beginning in every row.
+
+    Args:
+        mask, positions: (b, P + ...), of the rows that continue the prompts.
     """
+    cache = PassCache(model)
     if len(prompt_ids) == 1 or model.device.type == "cuda" or not attends_fully(model) or dist.is_sharded(model):
-        return prompt_ids[0, :0]
+        return cache, mask, 0
+    prefix = _common_prefix(prompt_ids, prompt_mask)
+    L = len(prefix)
+    if L == 0:
+        return cache, mask, 0
+    columns = torch.arange(L)[None]
+    body_states(model, prefix[None], torch.ones_like(columns), columns, cache)
+    width = prompt_ids.shape[1]
+    mask = mask.clone()
+    # The prefix takes columns 0 to L - 1 of every row, whatever padding was there; its own copy in them is masked.
+    mask[:, L:width] *= positions[:, L:width] >= L
+    mask[:, :L] = 1
+    return PassCache(model, cache, torch.zeros(len(prompt_ids), dtype=torch.long)), mask, L
+
+
+def _common_prefix(prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
+    """The tokens (L,) with which all prompts begin, shorter than the shortest prompt; none if fewer than MIN_PREFIX."""
     lengths = prompt_mask.sum(dim=1)
     columns = torch.arange(int(lengths.min()) - 1)
     aligned = prompt_ids.gather(1, (prompt_ids.shape[1] - lengths)[:, None] + columns)  # (B, shortest - 1)
     L = int((aligned == aligned[0]).all(dim=0).cumprod(dim=0).sum())
     return aligned[0, : L if L >= MIN_PREFIX else 0]
-
-
-def prefix_cache(model: PreTrainedModel, prefix: Tensor, n: int) -> PassCache:
-    """The cache for a pass of n prompts without their common prefix (L,), which is computed here, once for all."""
-    cache = PassCache(model)
-    if len(prefix) == 0:
-        return cache
-    columns = torch.arange(len(prefix))[None]
-    body_states(model, prefix[None], torch.ones_like(columns), columns, cache)
-    return PassCache(model, cache, torch.zeros(n, dtype=torch.long))
-
-
-def prefix_mask(mask: Tensor, positions: Tensor, width: int, L: int) -> Tensor:
-    """The mask (b, T) where a common prefix takes columns 0 to L - 1 of every row, whatever padding was there.
-
-    Its own copy in the later ones of the prompts' ``width`` columns is masked.
-    """
-    mask = mask.clone()
-    mask[:, L:width] *= positions[:, L:width] >= L
-    mask[:, :L] = 1
-    return mask
 
 
 def attends_fully(model: PreTrainedModel) -> bool:

@@ -18,15 +18,7 @@ from torch.nn.functional import cross_entropy, pad
 from transformers import DynamicCache, PreTrainedModel, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 
-from pspo.model import (
-    CACHE_ARGUMENT,
-    common_prefix,
-    prefix_cache,
-    prefix_mask,
-    takes_visible_columns,
-    to_device,
-    to_model,
-)
+from pspo.model import CACHE_ARGUMENT, share_prefix, takes_visible_columns, to_device, to_model
 from pspo.rollout.drawing import NucleusRecorder, draw_tokens, score_tokens
 from pspo.rollout.types import Completions, Sampling
 
@@ -100,13 +92,9 @@ class Prefill(NamedTuple):
 
 def prefill(model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor) -> Prefill:
     """Pass prompts (N, P) through the model once, on a CPU their common beginning once for all."""
-    mask = prompt_mask.long()
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    prefix = common_prefix(model, prompt_ids, prompt_mask)
-    L = len(prefix)
-    mask = prefix_mask(mask, positions, prompt_ids.shape[1], L)
+    positions = (prompt_mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    pass_cache, mask, L = share_prefix(model, prompt_ids, prompt_mask, prompt_mask.long(), positions)
     ids, visible, positions = to_model(model, prompt_ids[:, L:], mask, positions[:, L:])
-    pass_cache = prefix_cache(model, prefix, len(prompt_ids))
     logits = next_logits(model, pass_cache, ids, visible, positions)
     cache = DynamicCache(config=model.config)
     cache.layers = pass_cache.filled
