@@ -10,6 +10,7 @@ as with everything on. Every variant takes the same optimizer steps from the sam
 
 import contextlib
 import copy
+import os
 import statistics
 import time
 from dataclasses import replace
@@ -44,6 +45,7 @@ TRAINING = {  # what is off, by what patch
     "rows with advantage 0 kept": partial(mock.patch.object, Clip, "silent_at_zero_advantage", False),
     "common beginning of prompts per prompt": NO_PREFIX,
     "prompts computed per row": UNSHARED,
+    "keys and values copied for query heads": partial(mock.patch.dict, os.environ, TRANSFORMERS_SDPA_FORCE_GQA="0"),
     RECOMPUTED: AS_IT_IS,
     f"{RECOMPUTED}, prompts computed per row": UNSHARED,
     "microbatches not sorted by length": partial(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -155,6 +156,8 @@ def prepare_policy(policy: PreTrainedModel, config: ModelConfig) -> None:
     if softcap and policy.config._attn_implementation == "sdpa":  # the default of transformers before 5.21
         raise ValueError("--model.attn_implementation sdpa leaves out the cap on attention's logits: set it to eager")
     policy.eval()
+    if policy.device.type == "cpu":  # by default transformers copies keys and values for every query head
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     use_onednn(policy)
     if config.has_adapters:
         from pspo.model.lora import fuse_adapters
