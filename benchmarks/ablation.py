@@ -36,6 +36,7 @@ def in_order(rows, key):
 
 AS_IT_IS = contextlib.nullcontext
 NO_PREFIX = partial(mock.patch.object, shared_prompts, "MIN_PREFIX", 10**9)
+ONE_PASS = partial(mock.patch.object, shared_prompts, "MIN_PADDING", 10**9)
 UNSHARED = partial(mock.patch.object, pspo.update.learner, "shares_prompts", return_value=False)
 RECOMPUTED = "activations recomputed"
 UNFUSED = "AdamW not fused"
@@ -45,6 +46,7 @@ TRAINING = {  # what is off, by what patch
     "rows with advantage 0 kept": partial(mock.patch.object, Clip, "silent_at_zero_advantage", False),
     "common beginning of prompts per prompt": NO_PREFIX,
     "prompts computed per row": UNSHARED,
+    "completions of all lengths in one pass": ONE_PASS,
     "keys and values copied for query heads": partial(mock.patch.dict, os.environ, TRANSFORMERS_SDPA_FORCE_GQA="0"),
     RECOMPUTED: AS_IT_IS,
     f"{RECOMPUTED}, prompts computed per row": UNSHARED,

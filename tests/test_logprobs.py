@@ -123,6 +123,21 @@ def test_equals_unpadded_rows(tiny_model, monkeypatch, name, dtype, case):
     torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=slope, atol=slope)
 
 
+@pytest.mark.parametrize(("name", "dtype"), EVERY_CASE)
+@pytest.mark.parametrize(("padding", "passes"), [(1, [8, 7, 5, 4, 3, 2, 1]), (10, [16, 30]), (10**9, [64])])
+def test_a_pass_takes_completions_of_like_lengths(tiny_model, monkeypatch, name, dtype, padding, passes):
+    """The next pass begins where ``padding`` tokens are saved; rows without a token but the last have none."""
+    monkeypatch.setattr(pspo.model.shared_prompts, "MIN_PADDING", padding)
+    model, rows, tokens = tiny_model(name, dtype=dtype), make_groups((9, 7, 8)), []
+    model.get_input_embeddings().register_forward_hook(lambda _, ids, out: tokens.append(ids[0].numel()))
+    actual = token_logprobs(model, *rows)
+    assert tokens == [27, *passes]
+    expected = reference.batch_logprobs(model, rows)
+    value, slope = (1e-5, 2e-4) if dtype == torch.float32 else (1e-10, 1e-5)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=value)
+    torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=slope, atol=slope)
+
+
 @pytest.mark.parametrize(
     ("chunk_bytes", "sizes"), [(10**9, [24]), (5 * 4 * 64, [5, 2, 5, 5, 5, 2, 0]), (1, [*[1] * 24, 0])]
 )

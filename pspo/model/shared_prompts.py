@@ -18,6 +18,7 @@ from pspo.model.device import to_device
 CACHE_ARGUMENT = "past_key_values"
 if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
     CACHE_ARGUMENT = "cache"
+MIN_PADDING = 256  # tokens of padding in a pass over completions that justify another pass
 MIN_PREFIX = 16  # shorter common beginnings of prompts are not worth a pass of their own
 
 
@@ -27,7 +28,8 @@ def hidden_states_of_shared_prompts(
     """(B, T, H): last hidden states from the prompts' last column on; None if nothing can be shared.
 
     First, on a CPU, the beginning of all prompts (the system prompt), then the rest of each prompt for its adjacent
-    rows, then the completions, each on top of the keys and values of what precedes it, through which gradients flow.
+    rows, then the completions, on a CPU those of like lengths together, each on top of the keys and values of what
+    precedes it, through which gradients flow.
 
     Args:
         ids, mask, positions: (B, P + T - 1) on the CPU, prompts left-padded and completions right-padded.
@@ -45,9 +47,27 @@ def hidden_states_of_shared_prompts(
         return None
 
     last = body_states(model, ids[prompts, L:width], mask[prompts, :width], positions[prompts, L:width], cache)[:, -1:]
-    cache = PassCache(model, cache, is_first.cumsum(dim=0) - 1, last=True)
-    completions = body_states(model, ids[:, width:], mask, positions[:, width:], cache)
-    return torch.cat([last[cache.rows], completions], dim=1)
+    row_prompts = is_first.cumsum(dim=0) - 1  # (B,)
+    states = last.new_zeros(len(ids), ids.shape[1] - width, last.shape[2])
+    lengths = mask[:, width:].sum(dim=1)
+    for rows in passes_by_length(lengths, model.device):
+        end = width + int(lengths[rows].max())
+        of_rows = PassCache(model, cache, row_prompts[rows], last=True)
+        completions = body_states(model, ids[rows, width:end], mask[rows, :end], positions[rows, width:end], of_rows)
+        states[to_device(rows, model.device), : end - width] = completions
+    return torch.cat([last[to_device(row_prompts, model.device)], states], dim=1)
+
+
+def passes_by_length(lengths: Tensor, device: torch.device) -> list[Tensor]:
+    """The rows (b,) of each pass, by lengths (B,); on a GPU, whose passes have a higher price, all in one."""
+    order = lengths.argsort(descending=True, stable=True)
+    starts = [0]
+    if device.type != "cuda":
+        for i, row in enumerate(order):
+            padding = (lengths[order[starts[-1]]] - lengths[row]) * (len(order) - i)  # of this row and those after it
+            if padding >= MIN_PADDING:
+                starts.append(i)
+    return [rows for rows in order.tensor_split(starts[1:]) if lengths[rows[0]] > 0]
 
 
 def body_states(
