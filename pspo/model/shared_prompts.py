@@ -63,8 +63,9 @@ def passes_by_length(lengths: Tensor, device: torch.device) -> list[Tensor]:
     order = lengths.argsort(descending=True, stable=True)
     starts = [0]
     if device.type != "cuda":
-        for i, row in enumerate(order):
-            padding = (lengths[order[starts[-1]]] - lengths[row]) * (len(order) - i)  # of this row and those after it
+        sizes = lengths[order].tolist()
+        for i, size in enumerate(sizes):
+            padding = (sizes[starts[-1]] - size) * (len(sizes) - i)  # of this row and those after it
             if padding >= MIN_PADDING:
                 starts.append(i)
     return [rows for rows in order.tensor_split(starts[1:]) if lengths[rows[0]] > 0]
