@@ -197,7 +197,10 @@ BAD = {  # switches, and what is shown
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.nightly if case in ("exits", "drawn ahead") else []) for case in BAD],
+    [
+        pytest.param(case, marks=[] if case in ("raises", "hangs", "in a validation") else pytest.mark.nightly)
+        for case in BAD
+    ],
 )
 def test_a_reward_that_fails_saves_the_run_which_then_ends_as_if_nothing_had_happened(capsys, case):
     """The failed attempt drew tokens and random numbers: those of the rollout's beginning are in the checkpoint."""

@@ -136,7 +136,7 @@ MODES = {  # the switches of a run; whatever keeps a state of its own is here
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=[] if i < 2 else pytest.mark.nightly) for i, mode in enumerate(MODES)]
+    "mode", [pytest.param(mode, marks=[] if mode == "lag" else pytest.mark.nightly) for mode in MODES]
 )
 def test_killed_at_every_step_a_run_ends_as_if_nothing_had_happened(whole_with, capfd, mode):
     if "8bit" in mode:
@@ -255,7 +255,7 @@ DRAWING = {  # what is being drawn at the signal: by what call of a function, th
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if i < 3 else pytest.mark.nightly) for i, case in enumerate(DRAWING)]
+    "case", [pytest.param(case, marks=[] if case == "rollout" else pytest.mark.nightly) for case in DRAWING]
 )
 def test_told_to_stop_while_it_draws_a_run_stops_before_the_next_pass_and_resumes_exactly(whole_with, capfd, case):
     """What was being drawn is drawn again; so it is if the resumed run is killed."""

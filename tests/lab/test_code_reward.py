@@ -88,6 +88,9 @@ def test_missing_tests_are_named():
 def test_what_passes_with_any_program_is_no_test(tests):
     with pytest.raises(RewardError, match="tests must hold a test or a list of tests, Python that asserts"):
         check_rewards([CodeReward()], [Problem("?", None, {"tests": tests})])
+
+
+def test_what_fails_with_some_program_is_a_test():
     for test in ("(a, b) = f(2)\nassert a == 1", f"{HUMAN_EVAL}def both(f): check(f)\nboth(square)",
                  "try:\n    square('a')\n    assert False\nexcept TypeError: pass", UNITTEST,
                  "import pytest\nwith pytest.raises(TypeError): square('a')"):  # fmt: skip

@@ -257,7 +257,8 @@ def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, 
 
 @pytest.mark.parametrize(("name", "only", "runs"), [
     ("first", "null", 12), ("paper", "[alpha]", 12), ("control", "[tokens]", 30), ("one-day", "null", 15),
-    ("tiny-control", "[steps]", 80), ("decoupled", "[on-time]", 34), ("decoupled-smollm2", "null", 10),
+    ("decoupled-smollm2", "null", 10), ("smollm2", "null", 77),
+    pytest.param("tiny-control", "[steps]", 80, marks=pytest.mark.nightly),
     pytest.param("decoupled", "null", 160, marks=pytest.mark.nightly),
     pytest.param("off-policy", "null", 2340, marks=pytest.mark.nightly),
     pytest.param("paper", "null", 644, marks=pytest.mark.nightly),
