@@ -33,7 +33,7 @@ def solves(completions: list[str], problems: list[Problem], **kwargs: object) ->
         match = EXPRESSION.search(text)
         try:
             right = match and value(ast.parse(match[0].replace("$", ""), mode="eval").body) == problem.answer
-        except (SyntaxError, ValueError, ZeroDivisionError):  # 007 - 1, 1.2.3 + 1, 1 / 0
+        except (SyntaxError, ValueError, ArithmeticError, RecursionError):  # 007 - 1, 1.2.3 + 1, 1 / 0, 1 + 1 + 1 + ...
             right = False
         rewards.append(1.0 if right else 0.0)
     return rewards
@@ -43,8 +43,8 @@ def write_problems(folder: str, path: str | None = None) -> None:
     """Write ASDiv's additions and subtractions of one step: 30% to test, 128 to validation, the rest to train."""
     rows = {}
     for split in ("train", "validation", "test"):
-        problems = load_problems("asdiv", split, path, holdout=0.3)
-        rows[split] = [{"prompt": p.prompt, "answer": str(p.answer)} for p in problems if p.category in KINDS]
+        problems = [p for p in load_problems("asdiv", split, path, holdout=0.3) if p.category in KINDS]
+        rows[split] = [{"prompt": p.prompt, "answer": str(p.answer), "category": p.category} for p in problems]
     known = rows["train"] + rows["validation"]
     Path(folder).mkdir(parents=True, exist_ok=True)
     for split, chosen in (("train", known[128:]), ("validation", known[:128]), ("test", rows["test"])):

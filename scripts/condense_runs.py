@@ -5,6 +5,10 @@ over all rollouts), kl_sampler_old (mean KL in nats from the drawing policy to t
 to the latter), validation (last validation reward), accuracy (greedy, of the final model), returned_accuracy (of the
 best model by validation), untrained_accuracy and best_step; of a sweep's evaluations, greedy, NAME_reward and
 NAME_gold_anywhere of the returned model, and untrained_NAME_... of the one that it began with.
+
+--answers NAME PROBLEMS writes the greedy answers of the sweep's evaluation NAME beside the table, as NAME.parquet: the
+experiment, method, epochs and seed (empty: the model that the runs began with), the number of the problem in the file
+PROBLEMS, its category there, the completion and its reward.
 """
 
 import argparse
@@ -12,7 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from pspo.cli.files import write_text
+from pspo.cli.files import read_jsonl, write_text
 from pspo_lab.runs import Runs, read_runs
 from pspo_lab.settings import MODEL, SEED, SURROGATE, methods
 
@@ -50,7 +54,7 @@ def evaluation_numbers(runs: Runs) -> pd.DataFrame:
     names = values["evaluation"] + "_" + values["measure"].str.replace("mean_", "")
     values = values.assign(name=names, value=100 * values["value"])
     before = values["stage"] == "before"
-    untrained = values[before].pivot(index="model", columns="name", values="value").add_prefix("untrained_")
+    untrained = values[before].groupby(["model", "name"])["value"].first().unstack().add_prefix("untrained_")
     trained = values[~before].pivot(index="run", columns="name", values="value")
     return trained.join(untrained.reindex(runs.configs[MODEL]).set_index(runs.configs.index))
 
@@ -70,14 +74,32 @@ def condense(runs: Runs) -> pd.DataFrame:
     return rows.join(summary_numbers(runs)).join(evaluation_numbers(runs)).dropna(axis="columns", how="all")
 
 
+def answers(folders: list[Path], table: pd.DataFrame, name: str, problems: str) -> pd.DataFrame:
+    """A row per greedy answer of the evaluations called ``name``."""
+    categories = pd.read_json(problems, lines=True)["category"].to_dict()
+    parts = []
+    for path in sorted(file for folder in folders for file in folder.resolve().rglob(f"{name}/completions.jsonl")):
+        part = pd.DataFrame(read_jsonl(path)).query("temperature == 0")[["problem", "completion", "reward"]]
+        part.insert(1, "category", part["problem"].map(categories))
+        run = str(path.parent.parent)
+        if run in table.index:
+            part = part.assign(**table.loc[run, ["experiment", "method", "epochs", "seed"]])
+        parts.append(part)
+    return pd.concat(parts, ignore_index=True).drop_duplicates()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--answers", nargs=2, metavar=("NAME", "PROBLEMS"))
     args = parser.parse_args()
     table = condense(read_runs(args.folders))
     write_text(args.output, table.to_csv(index=False, float_format="%.7g"))
     print(f"{len(table)} runs: {args.output}")
+    if args.answers:
+        rows = answers(args.folders, table, *args.answers)
+        rows.to_parquet(args.output.with_name(f"{args.answers[0]}.parquet"))
 
 
 if __name__ == "__main__":

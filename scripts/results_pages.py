@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from scipy.stats import fisher_exact, t
+from scipy.stats import t
 
 from pspo.cli.files import write_text
 from pspo_lab.figures import COLOURS, GREY, INK, picture
@@ -311,137 +311,136 @@ def draw_control(folder: Path) -> None:
 
 # A pretrained model on two CPU cores
 
-WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0}
-SEEDS = ("seed-0", "seed-1")
-ANSWERS = {"before": "before", "seed 0": "seed-0", "seed 1": "seed-1"}
-SETS = {"word-problems": "ASDiv + SVAMP, 976 held-out problems", "gsm8k": "GSM8K, 500 problems, not trained on"}
+ONE_EPOCH = "PSPO, 1 epoch"
+ARMS = [*METHODS, ONE_EPOCH]
+AFTERWARDS = "Clip, 1e-4"  # no part of the 14 comparisons
 
 
-def read_answers(folder: Path) -> pd.DataFrame:
-    """Evaluations by name and measure: value, low and high (95% over problems)."""
-    rows = pd.read_parquet(folder / "runs.parquet")
-    rows = rows[rows["measure"].notna() & rows["group"].isna()]
-    rows = rows.assign(measure=rows["measure"].replace("true_accuracy", "gold_anywhere"))  # its name in older files
-    return rows.drop_duplicates(["evaluation", "measure"]).set_index(["evaluation", "measure"])
+def read_study(folder: Path, table: str = "runs.csv") -> pd.DataFrame:
+    """Runs or answers with their arm; an answer of the untrained model has none."""
+    path = folder / table
+    rows = pd.read_csv(path) if path.suffix == ".csv" else pd.read_parquet(path)
+    arm = rows["method"].mask(rows["epochs"] == 1, ONE_EPOCH)
+    rows["arm"] = arm.mask(rows["experiment"] == "smollm2-clip", AFTERWARDS)
+    return rows
 
 
-def percent(row: pd.Series) -> str:
-    return f"{100 * row['value']:.1f}% [{100 * row['low']:.1f}, {100 * row['high']:.1f}]"
+def full_runs(folder: Path) -> pd.DataFrame:
+    """(seed; measure, arm) of the full runs, with what they gained in accuracy and capitals, in points."""
+    runs = read_study(folder).query("experiment != 'smollm2-search'")
+    runs["gain"] = runs["asdiv_reward"] - runs["untrained_asdiv_reward"]
+    runs["capitals"] = runs["capitals_gold_anywhere"] - runs["untrained_capitals_gold_anywhere"]
+    return runs.pivot(index="seed", columns="arm", values=["lr", "asdiv_reward", "gain", "capitals"])
 
 
-def p_value(answers: pd.DataFrame, problems: str, model: str, measure: str = "gold_anywhere") -> float:
-    """Fisher's exact test of a share before and after, as if the problems were not the same."""
-    counts = []
-    for name in ("before", model):
-        row = answers.loc[(f"{name}-{problems}", measure)]
-        found = round(row["value"] * row["n"])
-        counts.append([found, row["n"] - found])
-    return fisher_exact(counts)[1]
+def scientific(rate: float) -> str:
+    return f"{rate:.0e}".replace("e-0", "e-")
 
 
-def training_minutes(runs: pd.DataFrame) -> list[float]:
-    """Generating and training of both stages by seed; seed 0's second stage began from step 40 of the first."""
-    rollouts = runs[runs["measure"].isna()]
-    seconds = rollouts["seconds/generate"] + rollouts["seconds/train"]
-    first = (rollouts["experiment"] == "stage-1") & (rollouts["step"] <= 40)
-    firsts = [
-        first & rollouts["setting"].str.contains("keep=8"),
-        first & rollouts["setting"].str.contains("strategy=none"),
-    ]
-    second = rollouts["experiment"] == "stage-2"
-    return [seconds[(firsts[seed] | second) & (rollouts["seed"] == seed)].sum() / 60 for seed in (0, 1)]
+def study_texts(folder: Path) -> Texts:
+    full = full_runs(folder)
+    apart = {f"{arm} gain": full["gain"][arm] for arm in ARMS}
+    apart |= {arm: full["gain"][arm] - full["gain"]["NoClip"] for arm in ARMS[1:]}
+    apart["epochs"] = full["gain"][ONE_EPOCH] - full["gain"]["PSPO"]
+    stars = holm_stars(apart)
+    adjusted = holm_p_values(apart)
 
-
-def smollm2_texts(folder: Path) -> Texts:
-    answers = read_answers(folder)
     rows = []
-    for problems, title in SETS.items():
-        for name, file in ANSWERS.items():
-            of_set = answers.loc[f"{file}-{problems}"]
-            row = [title.partition(",")[0] if name == "before" else "", name]
-            row.append(percent(of_set.loc["gold_anywhere"]))
-            row.append("" if name == "before" else f"{p_value(answers, problems, file):.2g}")
-            row.append(percent(of_set.loc["accuracy"]))
-            row.append(f"{100 * of_set.loc['truncated_share', 'value']:.0f}%")
-            rows.append(row)
-    header = ["problems", "model", "gold anywhere", "p", "right", "cut at 128 tokens"]
+    for arm in full["gain"][[*ARMS, AFTERWARDS]]:
+        gain = full["gain"][arm]
+        accuracy = full["asdiv_reward"][arm]
+        row = [arm, scientific(full["lr"][arm].iloc[0]), f"{accuracy.mean():.1f}", f"{accuracy.min():.1f}"]
+        row.append(text(gain, 1, "+") + stars.get(f"{arm} gain", ""))
+        row.append("" if arm == "NoClip" else text(gain - full["gain"]["NoClip"], 1, "+") + stars.get(arm, ""))
+        row.append(text(full["capitals"][arm], 1, "+"))
+        rows.append(row)
+    header = ["", "rate", "right (%)", "lowest seed", "gained", "minus NoClip", "capitals"]
 
-    def gold(name: str, problems: str = "word-problems") -> str:
-        return f"{100 * answers.loc[(f'{name}-{problems}', 'gold_anywhere'), 'value']:.1f}"
-
-    first_p = p_value(answers, "word-problems", "seed-0-stage-1")
-    runs = pd.read_parquet(folder / "runs.parquet")
-    given_up = runs[(runs["experiment"] == "given-up") & runs["measure"].isna()]
-    memory = runs.query("measure == 'peak_memory_gb' and experiment == 'stage-2'")["value"]
+    runs = read_study(folder)
+    trained = full["asdiv_reward"][ARMS]
+    others = [arm for arm in ARMS if arm != "Clip"]
+    _, lows, highs = zip(*(interval(apart[arm]) for arm in ARMS[1:]), strict=True)
+    grid = runs[runs["experiment"] == "smollm2-search"].pivot(index=["lr", "seed"], columns="arm", values="reward")
+    pairs = (grid["PSPO"] - grid["NoClip"]).abs().dropna()
+    afterwards = full["asdiv_reward"][AFTERWARDS]
+    capitals = full["capitals"][ARMS]
     return {
-        "answers": table(header, rows),
-        "seed 0": f"{gold('before')}% to {gold('seed-0')}% (p = {p_value(answers, 'word-problems', 'seed-0'):.2g})",
-        "seed 1": f"{gold('seed-1')}% (p = {p_value(answers, 'word-problems', 'seed-1'):.2g})",
-        "first": f"{gold('seed-0-stage-1')}% (a fall: p = {first_p:.2g}) and {gold('seed-1-stage-1')}%",
-        "first gsm8k": gold("seed-0-stage-1", "gsm8k"),
-        "first others": first_stage_range(folder),
-        "right gsm8k p": " and ".join(f"{p_value(answers, 'gsm8k', seed, 'accuracy'):.2g}" for seed in SEEDS),
-        "cut": f"{100 * answers.loc[('before-word-problems', 'truncated_share'), 'value']:.0f}%",
-        "minutes": " and ".join(f"{minutes:.0f}" for minutes in training_minutes(runs)),
-        "memory": f"{memory.max():.1f} GB",
-        "sampled": f"{gold('before', 'sampled-300')}% to {gold('seed-0', 'sampled-300')}%",
-        "given up": f"{given_up['setting'].nunique()} settings were given up within {given_up['step'].max():.0f} steps",
-        "first stage": first_stage_table(folder),
+        "study": table(header, rows),
+        "untrained": f"{runs['untrained_asdiv_reward'].max():.1f}%",
+        "right": f"{trained.mean().min():.1f} to {trained.mean().max():.1f}%",
+        "gained": f"{(full['gain'][ARMS] > 0).sum(axis=None)} of {trained.size}",
+        "lowest": f"{trained.min(axis=None):.1f}%",
+        "others p": f"{max(adjusted[f'{arm} gain'] for arm in others):.4f}",
+        "Clip p": f"{adjusted['Clip gain']:.2f}",
+        "afterwards": f"{afterwards.min():.1f} to {afterwards.max():.1f}%",
+        "reach": f"{min(lows):.1f} to {max(highs):+.1f}",
+        "luck": f"{apart['PSPO'].abs().max():.0f}",
+        "pairs": f"{pairs.max():.3f}",
+        "epochs": text(apart["epochs"], 1, "+"),
+        "one epoch": f"{trained[ONE_EPOCH].min():.1f} to {trained[ONE_EPOCH].max():.1f}%",
+        "capitals": f"{-capitals.mean().max():.1f} to {-capitals.mean().min():.1f}",
+        "capitals fell": f"{(capitals < 0).sum(axis=None)} of {trained.size}",
+        "untrained capitals": f"{runs['untrained_capitals_gold_anywhere'].max():.1f}%",
+        **answer_texts(folder),
     }
 
 
-def first_stage_range(folder: Path) -> str:
-    """Lowest and highest share with the gold value anywhere after the first stage, of the runs by kinds of weights."""
-    shares = pd.read_parquet(folder / "answers.parquet").groupby("model", observed=True)["contains_gold"].mean()
-    shares = 100 * shares.drop("before")
-    return f"{shares.min():.1f} to {shares.max():.1f}"
+def answer_texts(folder: Path) -> Texts:
+    """How the untrained model and the 35 runs answer."""
+    answers = read_study(folder, "asdiv.parquet").query("arm != @AFTERWARDS")
+    answers["kind"] = answers["category"].replace({"Sum": "Addition", "Difference": "Subtraction"})
+    answers["operator"] = answers["completion"].str.extract(r"\d *([-+*/])", expand=False)
+    answers["chosen"] = answers["operator"] == answers["kind"].map({"Addition": "+", "Subtraction": "-"})
+    trained = answers["arm"].notna()
+    texts = {}
+    shares = 100 * answers.groupby(["kind", trained])[["reward", "chosen"]].mean().unstack()
+    for name, share in (("right", shares["reward"]), ("operator", shares["chosen"])):
+        for kind, (before, after) in share.iterrows():
+            texts[f"{name} {kind}"] = f"{before:.0f} to {after:.0f}%"
+
+    untrained = answers[~trained].set_index("problem")
+    gains = 100 * (answers[trained].groupby("problem")["reward"].mean() - untrained["reward"])
+    long = untrained["completion"].str.count(r"\d+(\.\d+)?") > 2
+    texts["long"] = f"{gains[long & (untrained['reward'] == 0)].sum() / len(gains):.1f} of {gains.mean():.1f}"
+
+    subtractions = answers[answers["kind"] == "Subtraction"].assign(adds=lambda rows: rows["operator"] == "+")
+    adds = 100 * subtractions.groupby(["arm", "seed"])["adds"].mean()
+    worst = 100 * answers.groupby(["arm", "seed"])["reward"].mean().nsmallest(3)
+    texts["worst"] = f"{worst.min():.1f} to {worst.max():.1f}%"
+    texts["worst add"] = f"{adds[worst.index].min():.0f} to {adds[worst.index].max():.0f}%"
+    texts["others add"] = f"{adds.drop(worst.index).mean():.0f}%"
+    return texts
 
 
-def first_stage_table(folder: Path) -> str:
-    """Runs of the first stage by kinds of weights, on the 976 held-out problems, evaluated on one machine."""
-    answers = pd.read_parquet(folder / "answers.parquet").set_index("model")
-    names = {
-        "before": "untrained",
-        "lora-0": "LoRA, rank 16",
-        "bfloat16-0": "bf16 weights",
-        "bfloat16-1": "bf16 weights",
-        "float32-0": "float32 weights",
-        "float32-1": "float32 weights",
-    }
-    rows = []
-    for model, name in names.items():
-        of_model = answers.loc[model]
-        shares = [f"{100 * of_model[measure].mean():.1f}%" for measure in ("contains_gold", "correct", "truncated")]
-        rows.append([name, model[-1] if "-" in model else "", *shares])
-    return table(["", "seed", "gold anywhere", "right", "cut at 128 tokens"], rows)
+def draw_study(folder: Path) -> None:
+    accuracy = full_runs(folder)["asdiv_reward"]
+    runs = read_study(folder)
+    untrained = runs["untrained_asdiv_reward"].max()
+    search = runs.query("experiment == 'smollm2-search'").groupby(["arm", "lr"])["validation"].mean()
+    with picture(folder / "accuracy.svg", 7.6, 2.6, "") as figure:
+        left, right = figure.subplots(1, 2)
+        draw_rows(left, {arm: accuracy[arm] for arm in [*ARMS, AFTERWARDS]}, untrained)
+        left.text(untrained, 0.5, " untrained", va="center")
+        left.set(title="full runs, five seeds", xlabel="greedy, right of 291 held-out problems (%)")
+        lines = {"PSPO": "--", ONE_EPOCH: ":"}  # PSPO's may lie on NoClip's
+        for arm in ARMS:
+            colour = COLOURS[arm.partition(",")[0]]
+            right.plot(search[arm], lines.get(arm, "-"), marker="o", color=colour, markersize=3)
+        rates = [1e-4, 3e-4, 1e-3, 2e-3]
+        right.set_xscale("log")
+        right.set_xticks(rates, map(scientific, rates))
+        right.set_xticks([], minor=True)
+        right.set(title="search, two seeds; dotted: one epoch", xlabel="learning rate", ylabel="validation reward")
 
 
 def candidates_table(folder: Path) -> str:
-    """Candidates for the task that replaces these word problems, untrained."""
+    """Candidates for the task, untrained."""
     rows = []
     for row in pd.read_csv(folder / "candidates.csv").itertuples():
         greedy = [f"{row.problems:.0f}", f"{row.right:.1%}", f"{row.cut:.1%}"] if row.problems > 0 else ["", "", ""]
         drawn = [f"{row.mixed:.0f} of {row.groups:.0f}", f"{row.sampled:.1%}"] if row.groups > 0 else ["", ""]
         rows.append([row.candidate, row.prompt, *greedy, *drawn])
     return table(["candidate", "prompt", "problems", "right", "cut", "mixed groups", "drawn, right"], rows)
-
-
-def draw_smollm2(folder: Path) -> None:
-    answers = read_answers(folder)
-    measures = {"gold_anywhere": (COLOURS["NoClip"], 0.13, "gold anywhere"),
-                "accuracy": (COLOURS["PSPO"], -0.13, "right")}  # fmt: skip
-    with picture(folder / "answers.svg", 7.6, 2.0, "share of problems (%), greedy; bars: 95% over problems") as figure:
-        for axes, (problems, title) in zip(figure.subplots(1, 2, sharey=True), SETS.items(), strict=True):
-            for y, file in enumerate(reversed(ANSWERS.values())):
-                for measure, (colour, shift, label) in measures.items():
-                    value, low, high = 100 * answers.loc[(f"{file}-{problems}", measure), ["value", "low", "high"]]
-                    axes.plot([low, high], [y + shift] * 2, color=colour, linewidth=2)
-                    axes.plot(value, y + shift, "o", color=colour, markersize=5)
-                    if file == "before" and problems == "word-problems":
-                        axes.text(high + 0.4, y + shift, label, va="center", bbox=WHITE)
-            untrained = 100 * answers.loc[(f"before-{problems}", "gold_anywhere"), "value"]
-            axes.axvline(untrained, color=GREY, ls=":", linewidth=1, zorder=0)
-            axes.set(title=title, yticks=range(3), yticklabels=reversed(ANSWERS), xlim=(0, 22), ylim=(-0.5, 2.5))
 
 
 # Stale rollouts
@@ -725,7 +724,7 @@ def draw_decoupled(folder: Path) -> None:
 PAGES = {
     "tiny-protocol": (protocol_texts, draw_protocol),
     "tiny-control": (control_texts, draw_control),
-    "smollm2": (smollm2_texts, draw_smollm2),
+    "smollm2": (study_texts, draw_study),
     "stale-rollouts": (stale_texts, draw_stale),
 }
 
@@ -755,8 +754,10 @@ def main() -> None:
         fill(folder / "README.md", texts(folder))
     smollm2 = root / "results/smollm2"
     fill(smollm2 / "selection.md", {"candidates": candidates_table(smollm2)})
-    stale = stale_texts(root / "results/stale-rollouts")
-    fill(root / "README.md", {**protocol_texts(root / "results/tiny-protocol"), **stale})
+    texts = {}
+    for name in ("tiny-protocol", "stale-rollouts", "smollm2"):
+        texts |= PAGES[name][0](root / "results" / name)
+    fill(root / "README.md", texts)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def test_a_class_begins_with_its_own_defaults(yaml_file, tmp_path, monkeypatch, 
     Path("part.yaml").write_text("surrogate: GSPO\n")
     os.mkfifo("pipe")
     content = Path("part.yaml" if "--algorithm=pipe" in args else "own.yaml").read_bytes()
-    writer = threading.Thread(target=Path("pipe").write_bytes, args=[content], daemon=True)
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=[content], daemon=True)
     writer.start()
     assert train_config(*args).algorithm.surrogate == expected
 
@@ -213,9 +213,9 @@ def test_text_that_looks_like_something_else_stays_text(text, yaml_file):
     assert parse(TrainConfig, "pspo.train", yaml_file(to_yaml(resolved))) == (config, resolved)
 
 
-@pytest.mark.parametrize("name", ["smollm2-gsm8k", "smollm2-word-problems/1-solvable", "smollm2-word-problems/2-all"])
+@pytest.mark.parametrize("name", ["configs/smollm2/train", "benchmarks/gpu/word_problems"])
 def test_configurations_of_the_repository_are_read(name):
-    assert "smollm2" in train_config(f"--config={TINY.parent / name}.yaml").model.name_or_path.lower()
+    assert "smollm2" in train_config(f"--config={TINY.parents[1] / name}.yaml").model.name_or_path.lower()
 
 
 def my_term(losses, x):

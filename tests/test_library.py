@@ -7,6 +7,7 @@ import runpy
 import shlex
 import shutil
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from test_docs import blocks
 
 import pspo.tasks.datasets
+from examples.expressions import solves
 from pspo import train
 from pspo.cli.files import read_config, read_json, read_jsonl
 from pspo.cli.python import config_from_python
@@ -260,6 +262,15 @@ def test_grpo_in_one_file_is_the_command(tmp_path, monkeypatch):
     assert all(torch.equal(ours[name], weights) for name, weights in theirs.items())
     untrained = load_file(ASSETS / "tiny-base" / "model.safetensors")
     assert not torch.equal(ours["model.norm.weight"], untrained["model.norm.weight"])
+
+
+@pytest.mark.parametrize(("completion", "reward"), [
+    (" 12 - 4\n", 1), ("So 16 / 2 = 7, no: 9 * 9", 1), ("$12 - $4", 1), ("12-4", 1), ("5.5 + 2.5", 1), ("2 + 3 * 2", 1),
+    ("8", 0), ("4 - 12", 0), ("it is 1 + 1, or 12 - 4", 0), ("", 0), ("007 - 1", 0), ("1.2.3 + 1", 0), ("8 / 0", 0),
+    ("9**9**9**9", 0), ("__import__('os') + 8", 0), ("1 + " * 100_000 + "1", 0), ("9" * 10_000 + " - 1", 0),
+])  # fmt: skip
+def test_an_expression_is_worth_its_value(completion, reward):
+    assert solves([completion], [Problem("", Fraction(8))]) == [reward]
 
 
 @pytest.mark.nightly

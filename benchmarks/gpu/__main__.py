@@ -13,7 +13,7 @@ Nothing is downloaded. On the machine there must be:
   of `pip download -c constraints.txt -d wheels .`, installed by `pip install --no-index --find-links wheels ...`.
   pspo itself need not be installed;
 * for `train`: --smollm2, SmolLM2-135M-Instruct's folder, and --data, with asdiv/ASDiv.xml and svamp/SVAMP.json in it
-  (results/smollm2/README.md says where both come from);
+  (results/smollm2/README.md says where the model comes from, and ASDiv; SVAMP.json: github.com/arkilpatel/SVAMP);
 * for the comparisons: trl 1.16.0, and a vLLM that it supports; without, they are skipped.
 
 Writes results.json and results.md into --output after each measurement, and its log into logs/. What has values is

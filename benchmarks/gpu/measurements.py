@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.ablation import UNSHARED
 from benchmarks.gpu.common import GROUP, PEAKS, Options, Rows, operations, random_policy, row, timed, tiny_prompts
-from benchmarks.gpu.correctness import ROOT, SHORT, torchrun
+from benchmarks.gpu.correctness import SHORT, torchrun
 from benchmarks.shapes import Shape
 from benchmarks.vs_trl import run_pspo, run_trl
 from benchmarks.workloads import Workload, model_folder
@@ -203,7 +203,7 @@ def word_problems(options: Options, surrogate: str, seed: int) -> Rows:
     args = [*SHORT, "--run.max_steps=2", "--run.test_limit=8"]
     if not options.rehearse:
         args = [
-            f"--config={ROOT / 'configs/smollm2-word-problems/2-all.yaml'}", f"--data.path={options.data}",
+            f"--config={Path(__file__).with_name('word_problems.yaml')}", f"--data.path={options.data}",
             f"--model.name_or_path={options.smollm2}", "--model.autocast=auto", "--rollout.decoder=graphs",
             f"--run.test_limit={HELD_OUT}",
         ]  # fmt: skip

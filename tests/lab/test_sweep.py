@@ -257,7 +257,7 @@ def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, 
 
 @pytest.mark.parametrize(("name", "only", "runs"), [
     ("first", "null", 12), ("paper", "[alpha]", 12), ("control", "[tokens]", 30), ("one-day", "null", 15),
-    ("decoupled-smollm2", "null", 10), ("smollm2", "null", 77),
+    ("decoupled-smollm2", "null", 10), ("smollm2", "null", 82),
     pytest.param("tiny-control", "[steps]", 80, marks=pytest.mark.nightly),
     pytest.param("decoupled", "[on-time]", 34, marks=pytest.mark.nightly),
     pytest.param("decoupled", "null", 160, marks=pytest.mark.nightly),
