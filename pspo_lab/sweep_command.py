@@ -151,7 +151,7 @@ def show_plan(plan: list[Method]) -> None:
         if len(method.stages) > 1:
             print(*(f"{method.experiment}/{setting}" for setting in method.settings), sep="\n")
         for stage, n in method.stages.items():
-            for job in method.jobs([stage], list(method.settings)[:n]):
+            for job in method.jobs([stage], method.chosen(stage) or list(method.settings)[:n]):
                 if len(method.stages) == 1:
                     print(job.folder, "(finished)" if job.finished else "")
                 if stage != "untrained":

@@ -141,6 +141,8 @@ def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, c
     ]  # fmt: skip
     assert [Path(folder, "best").exists() for folder in folders] == [True, False]  # a search needs no weights
     assert (sweep(), len(calls())) == (0, 13)  # finished runs are not run again
+    assert sweep("--dry_run") == 0
+    assert re.search(r"runs +10\nfinished +10\n", capsys.readouterr().out)
 
 
 def test_a_search_s_switches_override_a_method_s_these_the_shared_ones_and_all_a_file(here):
