@@ -43,6 +43,10 @@ def text(values: pd.Series, digits: int = 3, sign: str = "") -> str:
     return f"{mean} [{low}, {high}]"
 
 
+def scientific(rate: float) -> str:
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A Markdown table."""
     header = list(header)
@@ -97,8 +101,12 @@ def selected_constants(folder: Path, model: str, method: str) -> str:
     choices = pd.read_csv(folder / "selection.csv").query("selected and experiment == @model")
     setting = choices.set_index("method").loc[[method.lower()], "setting"].iloc[0]
     constants = dict(re.findall(r"(\w+)=([\w.]+(?:-\d\d)?)", setting))
-    rate = f"lr {float(constants['lr']):.0e}".replace("e-0", "e-")
-    return ", ".join([rate, *(f"{name} {float(constants[name]):g}" for name in SEARCHED if name in constants)])
+    return ", ".join(
+        [
+            f"lr {scientific(float(constants['lr']))}",
+            *(f"{name} {float(constants[name]):g}" for name in SEARCHED if name in constants),
+        ]
+    )
 
 
 def protocol_texts(folder: Path) -> Texts:
@@ -333,10 +341,6 @@ def full_runs(folder: Path) -> pd.DataFrame:
     return runs.pivot(index="seed", columns="arm", values=["lr", "asdiv_reward", "gain", "capitals"])
 
 
-def scientific(rate: float) -> str:
-    return f"{rate:.0e}".replace("e-0", "e-")
-
-
 def study_texts(folder: Path) -> Texts:
     full = full_runs(folder)
     apart = {f"{arm} gain": full["gain"][arm] for arm in ARMS}
@@ -346,7 +350,7 @@ def study_texts(folder: Path) -> Texts:
     adjusted = holm_p_values(apart)
 
     rows = []
-    for arm in full["gain"][[*ARMS, AFTERWARDS]]:
+    for arm in [*ARMS, AFTERWARDS]:
         gain = full["gain"][arm]
         accuracy = full["asdiv_reward"][arm]
         row = [arm, scientific(full["lr"][arm].iloc[0]), f"{accuracy.mean():.1f}", f"{accuracy.min():.1f}"]
@@ -392,11 +396,8 @@ def answer_texts(folder: Path) -> Texts:
     answers["operator"] = answers["completion"].str.extract(r"\d *([-+*/])", expand=False)
     answers["chosen"] = answers["operator"] == answers["kind"].map({"Addition": "+", "Subtraction": "-"})
     trained = answers["arm"].notna()
-    texts = {}
-    shares = 100 * answers.groupby(["kind", trained])[["reward", "chosen"]].mean().unstack()
-    for name, share in (("right", shares["reward"]), ("operator", shares["chosen"])):
-        for kind, (before, after) in share.iterrows():
-            texts[f"{name} {kind}"] = f"{before:.0f} to {after:.0f}%"
+    shares = 100 * answers.groupby(["kind", trained])["chosen"].mean().unstack()
+    texts = {f"operator {kind}": f"{before:.0f} to {after:.0f}%" for kind, (before, after) in shares.iterrows()}
 
     untrained = answers[~trained].set_index("problem")
     gains = 100 * (answers[trained].groupby("problem")["reward"].mean() - untrained["reward"])
@@ -621,7 +622,7 @@ def draw_stale(folder: Path) -> None:
     with picture(folder / "rates.svg", 7.6, 3.0, "learning rate of AdamW, four epochs on each rollout") as figure:
         for axes, lag in zip(figure.subplots(1, 2, sharey=True), (0, 8), strict=True):
             axes.set(title=f"lag {lag}, five seeds", xscale="log", xlim=(8e-6, 1.1e-3), ylim=(0.05, 0.85))
-            axes.set_xticks(RATES, [f"{rate:.0e}".replace("e-0", "e-") for rate in RATES])
+            axes.set_xticks(RATES, map(scientific, RATES))
             axes.minorticks_off()
             axes.axhline(UNTRAINED["tiny-base"], color=GREY, ls=":", linewidth=1)
             axes.text(9e-6, UNTRAINED["tiny-base"] + 0.01, "untrained")
@@ -684,8 +685,7 @@ def decoupled_texts(folder: Path) -> Texts:
         star = "*" if adjusted.get(name, 1) < 0.05 else ""
         apart = "" if name == DECOUPLED else text(rewards[DECOUPLED] - values, 3, "+") + star
         cost = "" if name.endswith("on time") else text(rewards[ON_TIME] - values, 3, "+")
-        rate = f"{rates[name]:.0e}".replace("e-0", "e-")
-        rows.append([name, rate, f"{values.mean():.3f}", apart, cost])
+        rows.append([name, scientific(rates[name]), f"{values.mean():.3f}", apart, cost])
     header = ["96 rollouts", "rate", "final reward", "decoupled Clip minus it", "Clip on time minus it"]
     with_search = pd.concat([rewards, search])
     return {
