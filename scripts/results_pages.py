@@ -101,12 +101,8 @@ def selected_constants(folder: Path, model: str, method: str) -> str:
     choices = pd.read_csv(folder / "selection.csv").query("selected and experiment == @model")
     setting = choices.set_index("method").loc[[method.lower()], "setting"].iloc[0]
     constants = dict(re.findall(r"(\w+)=([\w.]+(?:-\d\d)?)", setting))
-    return ", ".join(
-        [
-            f"lr {scientific(float(constants['lr']))}",
-            *(f"{name} {float(constants[name]):g}" for name in SEARCHED if name in constants),
-        ]
-    )
+    chosen = [f"{name} {float(constants[name]):g}" for name in SEARCHED if name in constants]
+    return ", ".join([f"lr {scientific(float(constants['lr']))}", *chosen])
 
 
 def protocol_texts(folder: Path) -> Texts:
