@@ -74,9 +74,9 @@ def condense(runs: Runs) -> pd.DataFrame:
     return rows.join(summary_numbers(runs)).join(evaluation_numbers(runs)).dropna(axis="columns", how="all")
 
 
-def answers(folders: list[Path], table: pd.DataFrame, name: str, problems: str) -> pd.DataFrame:
+def answers(folders: list[Path], table: pd.DataFrame, name: str, problems: Path) -> pd.DataFrame:
     """A row per greedy answer of the evaluations called ``name``."""
-    categories = pd.read_json(problems, lines=True)["category"].to_dict()
+    categories = pd.DataFrame(read_jsonl(problems))["category"]
     parts = []
     for path in sorted(file for folder in folders for file in folder.resolve().rglob(f"{name}/completions.jsonl")):
         part = pd.DataFrame(read_jsonl(path)).query("temperature == 0")[["problem", "completion", "reward"]]
@@ -85,7 +85,7 @@ def answers(folders: list[Path], table: pd.DataFrame, name: str, problems: str) 
         if run in table.index:
             part = part.assign(**table.loc[run, ["experiment", "method", "epochs", "seed"]])
         parts.append(part)
-    return pd.concat(parts, ignore_index=True).drop_duplicates()
+    return pd.concat(parts, ignore_index=True).drop_duplicates()  # experiments may begin with one model
 
 
 def main() -> None:
@@ -98,8 +98,8 @@ def main() -> None:
     write_text(args.output, table.to_csv(index=False, float_format="%.7g"))
     print(f"{len(table)} runs: {args.output}")
     if args.answers:
-        rows = answers(args.folders, table, *args.answers)
-        rows.to_parquet(args.output.with_name(f"{args.answers[0]}.parquet"))
+        name, problems = args.answers
+        answers(args.folders, table, name, Path(problems)).to_parquet(args.output.with_name(f"{name}.parquet"))
 
 
 if __name__ == "__main__":

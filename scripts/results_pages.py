@@ -329,16 +329,17 @@ def read_study(folder: Path, table: str = "runs.csv") -> pd.DataFrame:
     return rows
 
 
-def full_runs(folder: Path) -> pd.DataFrame:
+def full_runs(runs: pd.DataFrame) -> pd.DataFrame:
     """(seed; measure, arm) of the full runs, with what they gained in accuracy and capitals, in points."""
-    runs = read_study(folder).query("experiment != 'smollm2-search'")
+    runs = runs.query("experiment != 'smollm2-search'")
     runs["gain"] = runs["asdiv_reward"] - runs["untrained_asdiv_reward"]
     runs["capitals"] = runs["capitals_gold_anywhere"] - runs["untrained_capitals_gold_anywhere"]
     return runs.pivot(index="seed", columns="arm", values=["lr", "asdiv_reward", "gain", "capitals"])
 
 
 def study_texts(folder: Path) -> Texts:
-    full = full_runs(folder)
+    runs = read_study(folder)
+    full = full_runs(runs)
     apart = {f"{arm} gain": full["gain"][arm] for arm in ARMS}
     apart |= {arm: full["gain"][arm] - full["gain"]["NoClip"] for arm in ARMS[1:]}
     apart["epochs"] = full["gain"][ONE_EPOCH] - full["gain"]["PSPO"]
@@ -356,7 +357,6 @@ def study_texts(folder: Path) -> Texts:
         rows.append(row)
     header = ["", "rate", "right (%)", "lowest seed", "gained", "minus NoClip", "capitals"]
 
-    runs = read_study(folder)
     trained = full["asdiv_reward"][ARMS]
     others = [arm for arm in ARMS if arm != "Clip"]
     _, lows, highs = zip(*(interval(apart[arm]) for arm in ARMS[1:]), strict=True)
@@ -400,8 +400,8 @@ def answer_texts(folder: Path) -> Texts:
     long = untrained["completion"].str.count(r"\d+(\.\d+)?") > 2
     texts["long"] = f"{gains[long & (untrained['reward'] == 0)].sum() / len(gains):.1f} of {gains.mean():.1f}"
 
-    subtractions = answers[answers["kind"] == "Subtraction"].assign(adds=lambda rows: rows["operator"] == "+")
-    adds = 100 * subtractions.groupby(["arm", "seed"])["adds"].mean()
+    subtractions = answers[answers["kind"] == "Subtraction"].groupby(["arm", "seed"])
+    adds = 100 * subtractions["operator"].agg(lambda operators: (operators == "+").mean())
     worst = 100 * answers.groupby(["arm", "seed"])["reward"].mean().nsmallest(3)
     texts["worst"] = f"{worst.min():.1f} to {worst.max():.1f}%"
     texts["worst add"] = f"{adds[worst.index].min():.0f} to {adds[worst.index].max():.0f}%"
@@ -410,8 +410,8 @@ def answer_texts(folder: Path) -> Texts:
 
 
 def draw_study(folder: Path) -> None:
-    accuracy = full_runs(folder)["asdiv_reward"]
     runs = read_study(folder)
+    accuracy = full_runs(runs)["asdiv_reward"]
     untrained = runs["untrained_asdiv_reward"].max()
     search = runs.query("experiment == 'smollm2-search'").groupby(["arm", "lr"])["validation"].mean()
     with picture(folder / "accuracy.svg", 7.6, 2.6, "") as figure:
@@ -744,15 +744,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="folder of README.md and results/")
     root = parser.parse_args().root
-    for name, (texts, draw) in PAGES.items():
+    texts = {}  # of the README, by page and name
+    for name, (page_texts, draw) in PAGES.items():
         folder = root / "results" / name
         draw(folder)
-        fill(folder / "README.md", texts(folder))
+        of_page = page_texts(folder)
+        fill(folder / "README.md", of_page)
+        texts |= {f"{name} {key}": value for key, value in of_page.items()}
     smollm2 = root / "results/smollm2"
     fill(smollm2 / "selection.md", {"candidates": candidates_table(smollm2)})
-    texts = {}
-    for name in ("tiny-protocol", "stale-rollouts", "smollm2"):
-        texts |= PAGES[name][0](root / "results" / name)
     fill(root / "README.md", texts)
 
 
