@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks.workloads import parser
-from pspo.cli.failures import EXIT_INTERRUPTED, EXIT_STOPPED
+from pspo.run.endings import EXIT_INTERRUPTED, EXIT_STOPPED
 from pspo.run.folders import checkpoints
 from pspo.run.folders import find_damage as damage_of
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from pspo.errors import Stopped
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PREVIOUS_HANDLERS: list[dict[int, Any]] = []  # that were replaced in this process, the outermost first
 _fork = threading.local()  # of this thread's fork: the mask of signals before it
@@ -18,13 +20,6 @@ def end_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends, however that ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-class Stopped(BaseException):
-    """A run that a signal stopped; saved, once it has taken a step.
-
-    Not an Exception: raised in the middle of a forward pass, no handler of a library may take it for a failure.
-    """
 
 
 def replace_handlers(handler: Callable[[int, FrameType | None], None]) -> None:

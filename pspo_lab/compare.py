@@ -10,7 +10,6 @@ import pandas as pd
 from scipy.stats import binomtest, permutation_test
 
 from pspo.cli.files import named_damage, read_jsonl
-from pspo.cli.parse import user_errors
 from pspo.cli.terminal import one_line
 from pspo.evaluate.statistics import (
     MEANS,
@@ -22,6 +21,7 @@ from pspo.evaluate.statistics import (
     measures,
     table,
 )
+from pspo.run.endings import user_errors
 from pspo.tasks.files import local_path
 
 NOTE = """\

@@ -14,13 +14,14 @@ import torch
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from pspo.cli.parse import parse, user_errors
+from pspo.cli.parse import parse
 from pspo.config import ModelConfig, TrainConfig, require
 from pspo.model import load_model_config
 from pspo.model.adapters import add_adapters
 from pspo.model.device import GPU_BYTES_PER_ROW, fitting_tokens
 from pspo.model.find import resolve_adapters
 from pspo.model.logprobs import CHUNK_TOKENS, GPU_CHUNK_SHARE
+from pspo.run.endings import user_errors
 
 USABLE = 0.9  # share of the memory that tensors may take
 SAMPLER_BYTES = 36  # per logit, at most; scores, probabilities and noise are 22

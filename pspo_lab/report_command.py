@@ -15,8 +15,8 @@ from pathlib import Path
 import pandas as pd
 
 from pspo.cli.files import write_text
-from pspo.cli.parse import user_errors
 from pspo.cli.terminal import one_line
+from pspo.run.endings import user_errors
 from pspo.tasks.files import local_path
 from pspo_lab.figures import draw_task
 from pspo_lab.runs import Runs, read_runs, run_folders, warn

@@ -31,10 +31,10 @@ import pandas as pd
 from tqdm import tqdm
 
 from pspo import distributed as dist
-from pspo.cli.failures import EXIT_STOPPED
 from pspo.cli.files import flat, lock_folder, read_json, to_yaml, write_json, write_text
-from pspo.cli.parse import parse, user_errors
+from pspo.cli.parse import parse
 from pspo.cli.terminal import Bar
+from pspo.run.endings import EXIT_STOPPED, user_errors
 from pspo.tasks.files import local_path
 from pspo_lab.sweep_plan import MODEL, WEIGHTS, Job, Method, SweepConfig, make_plan, switch_words
 

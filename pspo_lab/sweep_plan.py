@@ -13,9 +13,10 @@ from typing import Any
 from jsonargparse.typing import PositiveInt
 
 from pspo.cli.files import argument_text, read_jsonl, require_same
-from pspo.cli.parse import parse, user_errors
+from pspo.cli.parse import parse
 from pspo.cli.terminal import Bar
 from pspo.config import EvaluateConfig, TrainConfig, require
+from pspo.run.endings import user_errors
 
 WEIGHTS = ("best", "final", "checkpoints")  # folders of a run
 MODEL = ("model.name_or_path", "model.revision", "model.trust_remote_code")

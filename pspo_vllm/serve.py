@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from jsonargparse.typing import PositiveInt
 
 from pspo import distributed as dist
-from pspo.cli.parse import parse, user_errors
+from pspo.cli.parse import parse
 from pspo.config import ModelConfig
 from pspo.model.find import resolve_adapters
+from pspo.run.endings import user_errors
 from pspo_vllm.vllm import require_vllm, vllm_options
 
 

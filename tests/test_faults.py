@@ -22,10 +22,11 @@ from safetensors.torch import load_file
 import pspo.run.recorder
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
+from pspo.errors import RunFailed
 from pspo.losses import NoClip
 from pspo.model import ASSETS
 from pspo.run.command import prepare
-from pspo.run.folders import RunFailed, checkpoints
+from pspo.run.folders import checkpoints
 from pspo.run.metrics import rollout_metrics
 from pspo.tasks import Problem, Reward
 from pspo.tasks.workers import worker_pool
@@ -298,6 +299,7 @@ def test_a_surrogate_must_return_the_loss_of_every_token(capsys, returns, said):
     assert said in err
     assert ("your code" in err) == (returns == "raises")
     assert "site-packages" not in err
+    assert "no checkpoint was saved: the same command with --run.output_dir out starts anew" in err
     assert not Path("out/metrics.jsonl").exists()
 
 

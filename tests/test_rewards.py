@@ -19,8 +19,9 @@ from light_rewards import Leaves, asks_for_a_loop, calls_in_turn
 from processes import TINY, run_command
 
 from pspo.cli.files import read_jsonl
+from pspo.errors import WorkerError
 from pspo.tasks import ExactMatch, MathVerifyReward, SoftOverlong
-from pspo.tasks.failures import WorkerError, show_failures
+from pspo.tasks.failures import show_failures
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
 from pspo.tasks.workers import worker_pool

@@ -7,7 +7,6 @@ own defaults, and short help.
 """
 
 import argparse
-import contextlib
 import copy
 import difflib
 import functools
@@ -15,7 +14,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -24,12 +23,11 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_dumper, set_loader
 
-from pspo import distributed as dist
 from pspo.cli.files import MAPPINGS, Settings, argument_text, check_yaml, read_config, to_yaml
 from pspo.cli.terminal import one_line
 from pspo.config import PATHS
-from pspo.model import is_out_of_memory
 from pspo.model.find import find_default_lr
+from pspo.run.endings import user_errors
 from pspo.tasks.datasets import has_text_answers, holdout_share
 from pspo.tasks.files import local_path
 
@@ -337,32 +335,3 @@ def class_names(kind: Any) -> list[str]:
     if inspect.isclass(kind) and kind.__module__.startswith("pspo.") and not inspect.isabstract(kind):
         names.add(kind.__name__)
     return sorted(names)
-
-
-@contextlib.contextmanager
-def user_errors(prog: str, once: bool = False) -> Iterator[None]:
-    """Turn ValueError and OSError, errors of the user, into one line on stderr and exit code 2.
-
-    Of several processes each prints its own; with ``once`` only the first of each machine.
-    """
-    try:
-        yield
-    except BrokenPipeError:  # the reader of stdout has ended
-        raise
-    except (ValueError, OSError) as error:
-        if not (once and dist.launched_by_torchrun()) or os.environ["LOCAL_RANK"] == "0":
-            print(f"{prog}: error: {one_line(str(error))}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-@contextlib.contextmanager
-def memory_errors(prog: str, advice: str) -> Iterator[None]:
-    """Print running out of memory as two lines, the second of them advice, and exit with code 1."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        print(f"\n{prog}: out of memory: {reason}\n{advice}", file=sys.stderr)
-        raise SystemExit(1) from None

@@ -17,12 +17,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from pspo.environments.tools import CALL_ID, parse_calls
+from pspo.errors import RewardError
 from pspo.model.chat import completion_texts, encode, render_prompts, special_pattern
 from pspo.model.find import check_token_ids
 from pspo.rollout import How, Prompts, Rollout, Sampler, Sampling
 from pspo.tasks import Problem
 from pspo.tasks.environment import Environment, MakeEnvironment
-from pspo.tasks.failures import RewardError, undo_changes
+from pspo.tasks.failures import undo_changes
 from pspo.tasks.rewards import finite_number
 
 MAX_TURNS = 4  # of the model, unless the environment has an attribute max_turns

@@ -20,11 +20,11 @@ import transformers
 
 from pspo import distributed as dist
 from pspo.cli import files
-from pspo.cli.failures import UserCodeFailed
-from pspo.cli.parse import memory_errors, parse, user_errors
+from pspo.cli.parse import parse
 from pspo.cli.terminal import quiet_without_reader
 from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
+from pspo.errors import UserCodeFailed
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.statistics import as_text, measure_name, table
 from pspo.model import load_policy, load_tokenizer
@@ -32,6 +32,7 @@ from pspo.model.find import check_token_ids, load_model_config, room_for_prompts
 from pspo.rollout import How, PolicySampler, Prompts, Sampler, load_prompts, make_sampling
 from pspo.rollout.prompts import completion_columns
 from pspo.rollout.sampler import check_decoding
+from pspo.run.endings import exit_codes, user_errors
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import load_class
 
@@ -138,7 +139,7 @@ def render(results: dict[str, Any]) -> str:
     return f"{title}\n{table('mean [95%]', columns)}"
 
 
-@memory_errors("pspo.evaluate", "Lower --eval.max_tokens and choose another --run.output_dir: the tokens drawn change")
+@exit_codes("pspo.evaluate", "Lower --eval.max_tokens and choose another --run.output_dir: the tokens drawn change")
 def main(args: Sequence[str] | None = None) -> None:
     config, settings = parse(EvaluateConfig, "pspo.evaluate", args)
     with user_errors("pspo.evaluate", once=True):
@@ -186,12 +187,10 @@ def run(config: EvaluateConfig, settings: files.Settings, resources: contextlib.
                 save=lambda records: files.append_jsonl(completions_file, *records),
             )
     except UserCodeFailed as error:
-        if dist.is_main():
-            print(f"\npspo.evaluate: {error}\n\nthe same command resumes {output}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise UserCodeFailed(f"{error}\n\nthe same command resumes {output}") from error.__cause__
     except KeyboardInterrupt:
         print(f"\nstopped; the same command resumes {output}", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise
     if not dist.is_main():
         return
     completions = [record for evaluation in evaluations.values() for record in evaluation.completions]

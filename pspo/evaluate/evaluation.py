@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from pspo import distributed as dist
-from pspo.cli.failures import fail_together
 from pspo.cli.terminal import Bar
 from pspo.config import EvalConfig, RewardConfig
 from pspo.evaluate.statistics import ESTIMATES, Record, at_k, by_problem, estimates, measures
 from pspo.rollout import How, Prompts, Sampler
+from pspo.run.endings import fail_together
 from pspo.tasks import Problem, contains_answer, is_correct, matches_format
 from pspo.tasks.failures import show_failures
 from pspo.tasks.files import plain

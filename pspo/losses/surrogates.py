@@ -19,6 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from pspo.errors import SurrogateError
+
 MAX_LOG_RATIO = 20.0
 
 
@@ -55,10 +57,6 @@ class Surrogate(SilentHint, ABC):
     def __repr__(self) -> str:  # a dataclass has its own
         arguments = (name for name in inspect.signature(type(self)).parameters if hasattr(self, name))
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in arguments)})"
-
-
-class SurrogateError(ValueError):
-    """A surrogate, or another function of the user's, that does not return what every token needs."""
 
 
 def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> None:

@@ -13,16 +13,13 @@ from torch import Tensor
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
+from pspo.errors import EngineError
 from pspo.model import autocast
 from pspo.rollout.generators import random_numbers
 from pspo.rollout.prompts import Prompts, completion_columns
 from pspo.rollout.sampler import How, PolicySampler, left_pad, make_rollout
 from pspo.rollout.types import Completions, Rollout, Sampling
 from pspo.tasks.environment import load_class
-
-
-class EngineError(RuntimeError):
-    """Failure of an engine, in one line."""
 
 
 class Engine(Protocol):

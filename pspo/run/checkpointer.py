@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from pspo import distributed as dist
-from pspo.cli.failures import RunFailed
 from pspo.config import TrainConfig
+from pspo.errors import RunFailed
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.model.find import read_adapter_config
 from pspo.model.load import write_model
 from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
-from pspo.run.folders import fsync, prune, temporary_path, whole_folder, write_errors, write_manifest
+from pspo.run.folders import checkpoints, fsync, prune, temporary_path, whole_folder, write_errors, write_manifest
 from pspo.update.tokens import TOKENS
 
 
@@ -87,6 +87,19 @@ class Checkpointer:
             prune(self.output, self.config.run.keep)
 
         dist.run_on_main(write)
+
+    def save_interrupted(self) -> None:
+        """Save the snapshot, if the run has taken a step and a snapshot matches the weights."""
+        if self.learner.steps and self.snapshot:
+            self.save_snapshot()
+
+    def describe_newest(self) -> str:
+        """The newest checkpoint, and what the same command does with it, for messages."""
+        command = f"the same command with --run.output_dir {self.output}"
+        newest = checkpoints(self.output)
+        if not newest:
+            return f"no checkpoint was saved: {command} starts anew"
+        return f"last checkpoint: {newest[0]}; {command} resumes"
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint's weights, and return its states; ValueError if they do not fit the model.

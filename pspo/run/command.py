@@ -1,29 +1,24 @@
 """A run as the command ``python -m pspo.train`` and from Python: how it starts, and how it ends."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.failures import EXIT_INTERRUPTED, EXIT_STOPPED, RunFailed, UserCodeFailed
 from pspo.cli.files import Settings, environment, named_damage, read_json, to_yaml, write_json, write_text
-from pspo.cli.parse import memory_errors, parse, user_errors
+from pspo.cli.parse import parse
 from pspo.cli.python import config_from_python
 from pspo.config import RunConfig, TrainConfig, require
-from pspo.losses import SurrogateError
+from pspo.errors import RunFailed, Stopped
 from pspo.rollout import Experience
-from pspo.rollout.engine import EngineError
-from pspo.run.folders import describe_newest
+from pspo.run.endings import exit_codes, save_at_end, user_errors
 from pspo.run.messages import print_header, print_warnings, summary_text
 from pspo.run.resume import LIMITS, check_same, find_start, fork, resume
 from pspo.run.run import Run
-from pspo.signals import Stopped
-from pspo.tasks.failures import user_frames, user_traceback
 
 
-@memory_errors(
+@exit_codes(
     "pspo.train",
     "lower --optimizer.microbatch_tokens, --rollout.max_rows or --run.validation_limit, or set "
     "--model.gradient_checkpointing true",
@@ -33,20 +28,11 @@ def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | 
     config, settings = parse(TrainConfig, "pspo.train", args)
     with user_errors("pspo.train", once=True):
         dist.init(config.distributed.strategy)
-    try:
-        with user_errors("pspo.train"):
-            is_finished = dist.run_on_main(lambda: print_if_finished(config.run, settings))
-            run = None if is_finished else prepare(config, settings)
-        if run is not None:
-            run_training(train, run)
-    except Stopped:
-        raise SystemExit(EXIT_STOPPED) from None
-    except KeyboardInterrupt:
-        raise SystemExit(EXIT_INTERRUPTED) from None
-    except RunFailed as error:
-        if dist.is_main():
-            print(f"\npspo.train: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+    with user_errors("pspo.train"):
+        is_finished = dist.run_on_main(lambda: print_if_finished(config.run, settings))
+        run = None if is_finished else prepare(config, settings)
+    if run is not None:
+        run_training(train, run)
 
 
 def train_from_python(
@@ -120,32 +106,12 @@ def write_start(run: Run) -> None:
 
 
 def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, Any]:
-    """Train, print the result, and return the summary; save a run that is stopped, or whose user's code raises."""
+    """Train, print the result, and return the summary."""
     if not run.config.run.quiet:
         print_header(run)
     if dist.is_main():
         print_warnings(run.validator.prompts)
-    resumes = f"the same command with --run.output_dir {run.output} resumes"
-    with run.resources, run.signals:
-        try:
-            summary = train(run)
-        except (Stopped, KeyboardInterrupt) as error:
-            run.recorder.bar.close()
-            if isinstance(error, Stopped) and run.learner.steps and run.checkpointer.snapshot:
-                run.checkpointer.save_snapshot()
-            if dist.is_main():
-                print(f"\nstopped; {resumes}", file=sys.stderr)
-            raise
-        except EngineError as error:
-            raise RunFailed(f"the engine failed: {error}; {resumes} from the last checkpoint") from error
-        except UserCodeFailed as error:  # between two updates: the weights are the snapshot's
-            if run.learner.steps and run.checkpointer.snapshot:
-                run.checkpointer.save_snapshot()
-            raise UserCodeFailed(f"{error}\n\n{describe_newest(run.output)}; {resumes}") from error.__cause__
-        except Exception as error:  # a surrogate of the user's may raise anything
-            is_users = type(error) is SurrogateError or user_frames(error)
-            if isinstance(error, RunFailed) or not is_users:
-                raise
-            raise UserCodeFailed(f"{user_traceback(error)}\n\n{describe_newest(run.output)}") from error
+    with run.resources, run.signals, save_at_end(run):
+        summary = train(run)
     print(summary_text(run.settings, summary))
     return summary

@@ -13,13 +13,14 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 
-from pspo.cli.parse import parse, user_errors
+from pspo.cli.parse import parse
 from pspo.config import LoraConfig, ModelConfig
 from pspo.model import load_policy, load_tokenizer
 from pspo.model.adapters import is_quantized, merged_weights, read_adapters
 from pspo.model.find import resolve_adapters
 from pspo.model.load import write_model
 from pspo.run.card import MERGE_FIRST
+from pspo.run.endings import user_errors
 from pspo.run.folders import whole_folder
 from pspo.tasks.files import local_path
 

@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.cli.failures import RunFailed
 from pspo.cli.files import DAMAGE, read_json, write_json
 from pspo.cli.terminal import one_line
+from pspo.errors import RunFailed
 from pspo.model.load import write_model
 
 
@@ -105,11 +105,6 @@ def numbered(folder: Path, suffix: str = "") -> list[Path]:
 def checkpoints(run: Path) -> list[Path]:
     """The run's checkpoints, newest first."""
     return numbered(run / "checkpoints")
-
-
-def describe_newest(run: Path) -> str:
-    """The newest checkpoint, for messages."""
-    return f"last checkpoint: {next(iter(checkpoints(run)), 'none yet')}"
 
 
 def step_of(checkpoint: Path) -> int:

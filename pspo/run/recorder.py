@@ -10,13 +10,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.cli.failures import RunFailed
 from pspo.cli.files import Settings, append_jsonl, read_jsonl
 from pspo.cli.terminal import Bar, print_timed
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
+from pspo.errors import RunFailed
 from pspo.rollout import Experience, Prompts
-from pspo.run.folders import describe_newest, write_errors
+from pspo.run.folders import checkpoints, write_errors
 from pspo.run.metrics import mean_of_known, rollout_metrics, sample_line, sample_record, status
 from pspo.run.trackers import Service, TensorBoard, log_rollout
 from pspo.update.learner import Learner
@@ -164,7 +164,8 @@ class Recorder:
             self.skipped = self.skipped + 1 if step["step_skipped"] else 0
             if self.skipped >= MAX_SKIPPED:
                 bad = f"loss ({step['loss']}) or gradient norm ({step['grad_norm']}) were not finite"
-                advice = f"{describe_newest(self.output)}; lower --optimizer.lr"
+                newest = next(iter(checkpoints(self.output)), "none yet")
+                advice = f"lower --optimizer.lr; last checkpoint: {newest}"
                 raise RunFailed(f"{self.skipped} optimizer steps in a row were skipped: {bad}; {advice}")
         self.clear_line()
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from pspo import distributed as dist
-from pspo.cli.failures import end_together
 from pspo.cli.files import Settings, write_json, write_text
 from pspo.config import TrainConfig
 from pspo.environments import EnvironmentSampler
+from pspo.errors import Stopped
 from pspo.model import load_tokenizer
 from pspo.model.device import peak_memory_gb
 from pspo.model.find import token_ids
@@ -25,11 +25,12 @@ from pspo.rollout.prompts import load_splits
 from pspo.rollout.sampler import check_decoding
 from pspo.run.card import model_card
 from pspo.run.checkpointer import Checkpointer
+from pspo.run.endings import fail_together
 from pspo.run.folders import write_errors
 from pspo.run.recorder import Recorder
 from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
-from pspo.signals import Stopped, StopSignals
+from pspo.signals import StopSignals
 from pspo.tasks.environment import load_class
 from pspo.tasks.failures import undo_changes
 from pspo.update.learner import make_learner
@@ -135,15 +136,8 @@ class Run:
         """Time a phase. Outside an update, a stop or an exception on one rank is raised on all of them."""
         self.recorder.bar.set_description_str(f"step, {name}")
         began = time.perf_counter()
-        failure = None
-        try:
+        with contextlib.nullcontext() if name == "train" else fail_together():
             yield
-        except (Exception, SystemExit, Stopped) as error:  # a user's code may raise anything
-            if name == "train":
-                raise
-            failure = error
-        if failure is not None or (self.learner.n_ranks > 1 and name != "train"):
-            end_together(failure)
         self.recorder.seconds[name] = self.recorder.seconds.get(name, 0.0) + time.perf_counter() - began
 
     def conclude_rollout(self, experience: Experience, steps: list[dict[str, float]]) -> None:

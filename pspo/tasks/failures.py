@@ -9,16 +9,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from pspo.errors import UserCodeError, WorkerError
+
 _PATHS = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 _NOT_USER_CODE = (*_PATHS, "<frozen", str(Path(__file__).parents[1]))  # prefixes of file names
-
-
-class RewardError(ValueError):
-    """A reward that cannot be called, or what it returned; the text says all."""
-
-
-class WorkerError(Exception):
-    """An error in a worker process; its text is the traceback there."""
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -30,7 +24,7 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 def user_traceback(error: BaseException) -> str:
     """Format an error with the user's own frames alone, and the file and line where a library raised it."""
     frames = user_frames(error)
-    if isinstance(error, WorkerError | RewardError | TimeoutError) and not frames:
+    if isinstance(error, UserCodeError | WorkerError | TimeoutError) and not frames:
         return str(error)
     if not frames:
         whole = "".join(traceback.format_exception(error)).rstrip()

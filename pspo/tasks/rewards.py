@@ -26,8 +26,9 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
+from pspo.errors import RewardError
 from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format
-from pspo.tasks.failures import RewardError, undo_changes
+from pspo.tasks.failures import undo_changes
 from pspo.tasks.problem import Problem
 from pspo.tasks.workers import worker_pool
 

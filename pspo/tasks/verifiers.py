@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from pspo.errors import RewardError
 from pspo.tasks.answers import after_thoughts, extract_text
-from pspo.tasks.failures import RewardError
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import Reward
 from pspo.tasks.sources import boxed

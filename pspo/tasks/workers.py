@@ -18,8 +18,9 @@ from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+from pspo.errors import WorkerError
 from pspo.signals import end_with_parent, replace_handlers
-from pspo.tasks.failures import WorkerError, user_traceback
+from pspo.tasks.failures import user_traceback
 
 START = "from pspo.tasks.workers import run_process; run_process({module!r}, {descriptor}, {arguments})"
 

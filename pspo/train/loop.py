@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from pspo import distributed as dist
+from pspo.errors import RewardError
 from pspo.rollout import Experience, Rollout, estimate_advantages, group_relative_advantages, refill
 from pspo.run.run import Run
-from pspo.tasks.failures import RewardError, show_failures
+from pspo.tasks.failures import show_failures
 from pspo.update import keep_logprobs, update
 
 

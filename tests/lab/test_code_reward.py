@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
+from pspo.errors import RewardError
 from pspo.tasks import Problem, check_rewards
-from pspo.tasks.failures import RewardError
 from pspo_lab.code import SANDBOX, CodeReward, extract_code
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is seccomp")
