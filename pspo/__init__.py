@@ -5,8 +5,6 @@ import importlib
 __version__ = "0.1.0"
 __all__ = ["config", "losses", "model", "rollout", "tasks", "train", "update"]
 
-train = importlib.import_module("pspo.train").train  # in the place of the module of its name
-
 
 def __getattr__(name: str) -> object:
     """Import the modules of ``__all__`` on first use: torch takes seconds."""

@@ -8,7 +8,7 @@ from pspo import __version__
 from pspo.cli.terminal import quiet_without_reader
 
 COMMANDS = {
-    "train": ("pspo.train.__main__", "train a model"),
+    "train": ("pspo.train", "train a model"),
     "evaluate": ("pspo.evaluate.__main__", "evaluate a model on a data set"),
     "export": ("pspo.run.export", "merge LoRA adapters into their model"),
     "view": ("pspo_lab.view_command", "a page to look inside runs: curves, groups, tokens, findings"),

@@ -25,13 +25,13 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import pspo.train
 import pspo.update.step
 from pspo.cli.files import read_jsonl
 from pspo.distributed import run_main
 from pspo.model import ASSETS
 from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
-from pspo.train import loop
 
 torch.set_num_threads(1)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else a warning about forks
@@ -120,7 +120,7 @@ def ranks(action: Callable[[], None], number: int = 2) -> list[int]:
     return [exit_code(child) for child in [fork(of_rank(rank)) for rank in range(number)]]
 
 
-def before(function: str, action: Callable[..., None], owner: Any = loop, nth: int | None = None) -> None:
+def before(function: str, action: Callable[..., None], owner: Any = pspo.train, nth: int | None = None) -> None:
     """Do the action before each call of a module's or class's function, or before the nth alone, with its arguments."""
     original = getattr(owner, function)
     calls = count(1)

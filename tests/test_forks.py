@@ -17,13 +17,14 @@ from test_resume import CONSTANT, MODES, RUN, cut_off, killed, killed_at_step, t
 
 import pspo.cli.python
 import pspo.run.run
+import pspo.train
 from pspo.cli.files import read_jsonl, to_yaml
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.run.folders import checkpoints
 from pspo.run.resume import check_same
 from pspo.run.validator import Validator
-from pspo.train import loop, main
+from pspo.train import main
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -43,7 +44,7 @@ def test_unnamed_runs_that_begin_in_one_second(monkeypatch):
     assert sorted(path.name.rpartition("-pspo-")[2] for path in Path("runs").iterdir()) == ["now", "now-2"]
 
 
-@pytest.mark.parametrize(("owner", "function"), [(loop, "draw"), (pspo.run.run, "make_learner")])
+@pytest.mark.parametrize(("owner", "function"), [(pspo.train, "draw"), (pspo.run.run, "make_learner")])
 def test_two_runs_in_one_folder(whole, capfd, owner, function):
     """The other one is started while the first one draws, or while it loads its model."""
 

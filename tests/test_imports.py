@@ -115,12 +115,30 @@ def test_nothing_unsafe(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import pspo",
+        "import pspo.train",
+        "from pspo import train; import pspo",
+        "from pspo.train import main; import pspo; assert main is pspo.train.main",
+    ],
+)
+def test_pspo_train_is_a_call_whatever_is_imported_first(imports):
+    code = f"{imports}; import inspect; print(*inspect.signature(pspo.train).parameters, pspo.losses.PSPO.__name__)"
+    words = run_python("-c", code).split()
+    assert words[:2] + words[-2:] == ["model", "data", "on_rollout", "PSPO"]
+
+
+@pytest.mark.slow
 def test_the_package_shows_what_is_public_and_loads_nothing_early():
-    code = (
-        "import sys, pspo.train; assert 'torch' not in sys.modules; print(*dir(pspo)); from pspo import train; "
-        "import inspect; print(inspect.isfunction(pspo.train), 'Train as' in pspo.train.__doc__); "
-        "print(inspect.signature(train).return_annotation, pspo.losses.PSPO.__name__)"
-    )
-    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert lines[0].split() == ["__version__", "config", "losses", "model", "rollout", "tasks", "train", "update"]
-    assert lines[1:] == ["True True", "dict[str, typing.Any] PSPO"]
+    names = run_python("-c", "import sys, pspo; assert 'torch' not in sys.modules; print(*dir(pspo))").split()
+    assert names == ["__version__", "config", "losses", "model", "rollout", "tasks", "train", "update"]
+    assert "usage: " in run_python("-m", "pspo.train", "--help")
+
+
+def run_python(*args: str) -> str:
+    """What Python prints; it must not warn."""
+    result = subprocess.run([sys.executable, *args], capture_output=True, text=True, check=True)
+    assert not result.stderr
+    return result.stdout

@@ -16,6 +16,7 @@ import torch
 from processes import TINY, assert_same, before, forked, kill_at_file_event, kill_at_step, run_command, send, states
 from transformers import Qwen2ForCausalLM
 
+import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.losses import NoClip, Surrogate
 from pspo.rollout import Sampler
@@ -23,7 +24,7 @@ from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import checkpoints
 from pspo.run.validator import Validator
 from pspo.tasks import Reward
-from pspo.train import loop, main
+from pspo.train import main
 
 pytestmark = pytest.mark.usefixtures("here")
 RUN = (
@@ -217,9 +218,9 @@ def test_killed_at_any_file_event_of_a_run_the_same_command_ends_it_and_nothing_
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 TOLD = [  # before what, and the exit code
-    pytest.param(loop, "update", 1, [signal.SIGTERM], 75, id="training"),
+    pytest.param(pspo.train, "update", 1, [signal.SIGTERM], 75, id="training"),
     pytest.param(Checkpointer, "save_snapshot", 1, [signal.SIGINT], 75, id="save", marks=pytest.mark.nightly),
-    pytest.param(loop, "update", 2, [signal.SIGINT, signal.SIGINT], 130, id="twice"),
+    pytest.param(pspo.train, "update", 2, [signal.SIGINT, signal.SIGINT], 130, id="twice"),
 ]
 
 
@@ -243,14 +244,14 @@ def test_told_to_stop_a_run_saves_and_resumes_exactly(whole, capfd, owner, funct
 
 DRAWING = {  # what is being drawn at the signal: by what call of a function, the run's switches, the newest checkpoint
     "first test": (Validator, "test", 1, (), []),
-    "rollout": (loop, "draw", 2, (), ["step-000002"]),
+    "rollout": (pspo.train, "draw", 2, (), ["step-000002"]),
     "validation": (Validator, "validate", 2, (), ["step-000004", "step-000002"]),
     "first validation": (Validator, "validate", 1, (), []),
     "last test": (Validator, "test", 2, (), ["step-000006", "step-000004"]),
     "test of the best": (Validator, "test", 3, MODES["lora"], ["step-000006", "step-000004"]),  # its adapters
-    "lag fills": (loop, "draw", 2, MODES["lag"], []),
+    "lag fills": (pspo.train, "draw", 2, MODES["lag"], []),
     "resampled": (Sampler, "draw", 6, (*MODES["resampled"], "--reward.functions=[MathReward]"), []),
-    "environment": (loop, "draw", 2, MODES["environment"], ["step-000002"]),
+    "environment": (pspo.train, "draw", 2, MODES["environment"], ["step-000002"]),
 }  # fmt: skip
 
 

@@ -11,12 +11,13 @@ import torch
 from naive import G, make_config, make_learner, make_rollout, naive_row, run, weights
 from processes import TINY, plain, run_command
 
+import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.losses import GSPO, PSPO
 from pspo.rollout import Experience, group_relative_advantages, refill
 from pspo.rollout.types import Nucleus
 from pspo.tasks import Reward
-from pspo.train import loop, main
+from pspo.train import main
 from pspo.update import keep_logprobs, update
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -43,7 +44,7 @@ def train(output: str, *args: str) -> int:
 @pytest.mark.parametrize(("lag", "ratio_to"), [(0, "behaviour"), (3, "behaviour"), (1, "proximal")])
 def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(monkeypatch, lag, ratio_to):
     drawn, trained = [], []
-    draw, update = loop.draw, loop.update
+    draw, update = pspo.train.draw, pspo.train.update
 
     def drawing(training_run):
         experience = draw(training_run)
@@ -67,8 +68,8 @@ def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(mon
         assert (steps[0]["kl_old_new"] > 1e-7) == bool(moved and ratio_to == "behaviour")
         return steps
 
-    monkeypatch.setattr(loop, "draw", drawing)
-    monkeypatch.setattr(loop, "update", training)
+    monkeypatch.setattr(pspo.train, "draw", drawing)
+    monkeypatch.setattr(pspo.train, "update", training)
     assert train("out", f"--rollout.lag={lag}", f"--algorithm.ratio_to={ratio_to}") == 0
     assert len(trained) == 5
     first = weights(drawn[0][1])

@@ -7,12 +7,12 @@ import torch
 from engines import CPU, Copy, train
 from processes import before, one_layer, states
 
+import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, TrainConfig
 from pspo.model import load_policy, token_logprobs
 from pspo.rollout import Rollout
 from pspo.rollout.engine import EngineError
-from pspo.train import loop
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -21,7 +21,7 @@ def test_an_engine_draws_during_each_update_with_the_weights_before_it(monkeypat
     """And ratios are formed against its own log-probs: rollout i of weights i - 1 is trained on in update i."""
     began, events = Copy.begin, []
     monkeypatch.setattr(Copy, "begin", lambda self, *asked: events.append(self.version) or began(self, *asked))
-    monkeypatch.setattr(loop, "update", loop.update)  # undone at the end
+    monkeypatch.setattr(pspo.train, "update", pspo.train.update)  # undone at the end
     before("update", lambda learner, rollout, *_: events.append(("update", learner.steps, rollout)))
     assert train("out", "--rollout.lag=1", "--run.validate_every=0", "--algorithm.epochs=1") == 0
     steps = [event if isinstance(event, int) else event[:2] for event in events[1:]]  # but for the check at the start

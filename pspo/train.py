@@ -7,14 +7,20 @@
 Everything around the algorithm (records, checkpoints, resuming, signals) is the parts of a run, in `pspo.run`.
 """
 
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from pspo import distributed as dist
+from pspo.cli.terminal import quiet_without_reader
 from pspo.errors import RewardError
 from pspo.rollout import Experience, Rollout, estimate_advantages, group_relative_advantages, refill
+from pspo.run.command import train_command, train_from_python
 from pspo.run.run import Run
 from pspo.tasks.failures import show_failures
 from pspo.update import keep_logprobs, update
@@ -111,3 +117,72 @@ def resample(run: Run, experience: Experience) -> Experience:
         fresh = draw_groups(run, missing * dist.world_size())
         experience = add_advantages(run, refill(experience, fresh))
     return experience
+
+
+# --- the command, and the call from Python
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Train by a command's switches; exits with 1 if a run fails, 2 for errors of the user, 75 or 130 if stopped."""
+    train_command(train, args)
+
+
+class TrainModule(ModuleType):
+    """This module, as a function: `pspo.train(...)`."""
+
+    def __call__(
+        self,
+        model: str | dict[str, Any] | None = None,
+        data: Any = None,
+        reward: Any = None,
+        algorithm: Any = None,
+        rollout: dict[str, Any] | None = None,
+        optimizer: dict[str, Any] | None = None,
+        run: dict[str, Any] | None = None,
+        distributed: dict[str, Any] | None = None,
+        config: str | Path | None = None,
+        on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None,
+    ) -> dict[str, Any]:
+        """Train as ``python -m pspo.train`` does; returns the summary, as in ``summary.json``.
+
+        An argument is a section of the configuration: a dict of its switches, or its main one alone. ``--rollout.top_p
+        0.9`` is ``rollout={"top_p": 0.9}``. The same call with the same ``run={"output_dir": ...}`` resumes.
+
+        Args:
+            model: embedded model ("tiny-base" unless given), local folder or hub id.
+            data: a data set's name ("arithmetic" unless given); or problems: dicts with ``prompt``, ``answer`` and
+                fields of your own, `Problem`, or a `datasets.Dataset`; or {"train": problems, "validation", "test",
+                ...}. Of 50 training problems or more without the other splits a fifth is held out, and tested before
+                and after.
+            reward: a reward function, a `Reward` or a name, or a list of them.
+            algorithm: a surrogate, by name or as an instance.
+            rollout: {"prompts", "group_size", "max_completion_tokens", "temperature", "top_p", ...}.
+            optimizer: {"lr", "schedule", "max_grad_norm", "microbatch_tokens", ...}.
+            run: {"max_steps", "seed", "output_dir", "validate_every", "test_limit", "tracker", ...}.
+            distributed: {"strategy"}, under torchrun.
+            config: a YAML file or a method ("grpo", "ppo", "dr-grpo", "dapo", "rloo", "decoupled"), below all others.
+            on_rollout: called after each rollout with its `Experience` and the metrics of its optimizer steps; only
+                reads.
+
+        Raises ValueError for a wrong setting, RunFailed for a run that cannot continue, Stopped for one that Ctrl-C
+        ended.
+        """
+        sections = {
+            "model": model,
+            "data": data,
+            "reward": reward,
+            "algorithm": algorithm,
+            "rollout": rollout,
+            "optimizer": optimizer,
+            "run": run,
+            "distributed": distributed,
+        }
+        given = {name: section for name, section in sections.items() if section is not None}
+        return train_from_python(train, config, given, on_rollout)
+
+
+sys.modules[__name__].__class__ = TrainModule
+
+if __name__ == "__main__":
+    with quiet_without_reader():
+        dist.run_main(main)
