@@ -275,7 +275,8 @@ def test_told_to_stop_while_it_draws_a_run_stops_before_the_next_pass_and_resume
     assert forked(action) == 75
     assert not Path("a-pass-after-the-signal").exists()
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"stopped; last checkpoint: out/checkpoints/{saved[0]}; " if saved else "stopped; no checkpoint")
+    newest = f"last checkpoint: out/checkpoints/{saved[0]}; " if saved else "no checkpoint"
+    assert last.startswith(f"stopped; {newest}")
     assert [folder.name for folder in checkpoints(Path("out"))] == saved
     assert forked(killed_at_step(5, *args)) == (0 if saved[:1] == ["step-000006"] else -signal.SIGKILL)
     assert train("out", *args) == 0
