@@ -255,6 +255,7 @@ class AlgorithmConfig(Section, name="algorithm"):
         ratio_to: with a lag, the old policy: which drew the rollout (behaviour), or that before the update (proximal)
         correction: truncate or mask weights old / sampler probability, or a function; unset, as an engine needs it
         correction_cap: largest correction weight
+        correction_floor: smallest correction weight
     """
 
     surrogate: losses.Surrogate = field(default_factory=losses.PSPO)
@@ -271,9 +272,12 @@ class AlgorithmConfig(Section, name="algorithm"):
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
     correction: losses.Correction | Callable | None = None
     correction_cap: float = number(3.0, above=0)
+    correction_floor: float = number(0.0, at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        rule = f"must be at most algorithm.correction_cap ({self.correction_cap})"
+        require(self.correction_floor <= self.correction_cap, "algorithm.correction_floor", rule, self.correction_floor)
         for term in self.terms:
             rule = "must not have a KL penalty or correction of pspo: set --algorithm.beta or --algorithm.correction"
             by_switch = type(term) in (losses.SamplerCorrection, losses.KLPenalty)  # which need what these two prepare
@@ -284,7 +288,7 @@ class AlgorithmConfig(Section, name="algorithm"):
         """The terms that are on, in the order in which they are called."""
         terms = list(self.terms)
         if self.correction not in (None, "none"):
-            terms.append(losses.SamplerCorrection(self.correction, self.correction_cap))
+            terms.append(losses.SamplerCorrection(self.correction, self.correction_cap, self.correction_floor))
         if self.beta > 0:
             terms.append(losses.KLPenalty(self.beta, self.kl_estimator))
         if self.entropy_coef > 0:

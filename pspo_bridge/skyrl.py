@@ -14,6 +14,7 @@ from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import apply_o
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, reduce_loss
 from torch import Tensor
 
+from pspo.losses import DRO, P3O
 from pspo_bridge import BUILT_IN, Surrogate, evaluate, make_surrogate
 
 
@@ -21,11 +22,12 @@ def register(surrogate: Surrogate | str, **arguments: Any) -> None:
     """Register a surrogate as ``pspo.NAME``, NAME that of its class: an instance, or a name with arguments.
 
     SkyRL divides advantages by the number of tokens and sums losses, so that the loss must be proportional to the
-    advantages, as all of `pspo.losses` but P3O with a kl_coef are; ValueError for that one.
+    advantages, as all of `pspo.losses` but P3O with a kl_coef and DRO are; ValueError for these.
     """
     made = make_surrogate(surrogate, **arguments)
-    if getattr(made, "kl_coef", 0.0) > 0:
-        raise ValueError(f"{made!r}: SkyRL scales advantages, not losses, so that kl_coef must be 0; use its KL loss")
+    if isinstance(made, P3O | DRO) and not made.silent_at_zero_advantage:
+        rule = "SkyRL scales advantages, not losses, so that kl_coef or tau must be 0; use its KL loss"
+        raise ValueError(f"{made!r}: {rule}")
 
     def loss(
         log_probs: Tensor,
@@ -48,4 +50,5 @@ def register(surrogate: Surrogate | str, **arguments: Any) -> None:
 
 
 for built_in in BUILT_IN:
-    register(built_in)
+    if built_in != "DRO":
+        register(built_in)

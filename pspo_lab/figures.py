@@ -23,7 +23,8 @@ from pspo_lab.settings import SEED, methods
 # A method has one colour in every picture, on white and on dark: Okabe & Ito's (2008) for the paper's six, and Tol's.
 COLOURS = {"Clip": "#E69F00", "NoClip": "#0072B2", "P3O": "#009E73", "PSPO": "#D55E00", "SAPO": "#CC79A7",
            "TOPR": "#56B4E9", "REINFORCE": "#AA3377", "CISPO": "#44AA99", "GSPO": "#999933", "GMPO": "#B2182B",
-           "VESPO": "#6C63B5", "DPPO": "#B58900"}  # fmt: skip
+           "VESPO": "#6C63B5", "DPPO": "#B58900", "SPO": "#1B7F3B", "DRO": "#B15928", "CEGPPO": "#3366AA",
+           "ASPO": "#C43C6B"}  # fmt: skip
 OWN_COLOURS = ("#8E6FD1", "#5B8C2A", "#0F8B9D", "#C2559A", "#D9534F", "#B07A3A", "#8C8C8C")  # of losses of others
 DASHES = ((0, (5, 1.5)), (0, (1, 1)), "-.", "-", (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (9, 3)))
 INK, GREY = "#333333", "#7d7d7d"  # text and axes; lines of reference

@@ -5,14 +5,32 @@ from types import SimpleNamespace
 
 import torch
 
-from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOPR, VESPO, Clip, NoClip
+from pspo.losses import (
+    ASPO,
+    CEGPPO,
+    CISPO,
+    DPPO,
+    DRO,
+    GMPO,
+    GSPO,
+    P3O,
+    PSPO,
+    REINFORCE,
+    SAPO,
+    SPO,
+    TOPR,
+    VESPO,
+    Clip,
+    NoClip,
+)  # fmt: skip
 
 SURROGATES = [  # with parameters that a few steps are enough to tell apart
     Clip(), NoClip(), PSPO(0.3), P3O(), SAPO(), TOPR(),
     REINFORCE(), CISPO(epsilon_high=0.1), GSPO(0.1, 0.2), GMPO(0.2), VESPO(), DPPO(epsilon=0.02),
+    SPO(), DRO(1.0), CEGPPO(0.01), ASPO(0.01),
 ]  # fmt: skip
 AGGREGATIONS = ["dapo", "grpo", "dr_grpo"]
-PAIRS = [*zip(SURROGATES, 4 * AGGREGATIONS, strict=True)]  # every surrogate, each aggregation with four of them
+PAIRS = [*zip(SURROGATES, 6 * AGGREGATIONS, strict=False)]  # every surrogate with one aggregation
 
 
 def name(value) -> str:

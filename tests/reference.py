@@ -55,7 +55,18 @@ def sapo(r, A, tau_pos=1.0, tau_neg=3.0):
     return soft_gate(r, A, tau_pos if A > 0 else tau_neg)
 
 
-SCALAR = {"Clip": clip, "NoClip": noclip, "PSPO": pspo, "P3O": p3o, "SAPO": sapo}
+def spo(r, A, epsilon=0.2):
+    return -(r * A - abs(A) / (2 * epsilon) * (r - 1) ** 2), -r * (A - abs(A) / epsilon * (r - 1))
+
+
+def cegppo(r, A, epsilon=0.2, epsilon_high=None, beta1=0.75, beta2=1.0):
+    """Equations 8 and 10: the value and the gradient's factor are one number, F."""
+    high = epsilon if epsilon_high is None else epsilon_high
+    F = beta1 * (1 - epsilon) if A < 0 and r < 1 - epsilon else beta2 * (1 + high) if A > 0 and r > 1 + high else r
+    return -F * A, -F * A
+
+
+SCALAR = {"Clip": clip, "NoClip": noclip, "PSPO": pspo, "P3O": p3o, "SAPO": sapo, "SPO": spo, "CEGPPO": cegppo}
 
 
 # Of token t with its log-probs; the log-ratios of its row {t: value} and the row's advantages [value].
@@ -107,10 +118,26 @@ def dppo(t, log_r, A, logprob, old, divergence="tv", epsilon=0.15):
     return (0.0, 0.0) if ignored else (-r * A[t], -r * A[t])
 
 
+def dro(t, log_r, A, logprob, old, tau=0.05, level="sequence"):
+    """The row's losses add up to -(A log pi - tau / 2 log^2 w) of the whole row, and each has its gradient."""
+    log_w = sum(log_r.values()) if level == "sequence" else log_r[t]
+    return -A[t] * logprob + tau / 2 * log_w * log_r[t], -A[t] + tau * log_w
+
+
+def aspo(t, log_r, A, logprob, old, epsilon=0.2, epsilon_high=None, delta=3.0):
+    r = math.exp(log_r[t])
+    if A[t] > 0:
+        w = 0.0 if r > 1 + (epsilon if epsilon_high is None else epsilon_high) else min(1 / r, delta)
+    else:
+        w = 0.0 if r < 1 - epsilon else min(r, delta)
+    return -w * A[t] * logprob, -w * A[t]
+
+
 OF_A_ROW = {
     "TOPR": topr, "REINFORCE": reinforce, "CISPO": cispo, "GSPO": gspo, "GMPO": gmpo, "VESPO": vespo, "DPPO": dppo,
+    "DRO": dro, "ASPO": aspo,
 }  # fmt: skip
-WITHOUT_RATIO_IN_THE_SLOPE = {"TOPR", "REINFORCE", "CISPO", "VESPO"}
+WITHOUT_RATIO_IN_THE_SLOPE = {"TOPR", "REINFORCE", "CISPO", "VESPO", "DRO", "ASPO"}
 
 
 # ---------------------------------------------------------------- surrogates of a batch
@@ -141,14 +168,15 @@ def surrogate(name, params, logprobs, old_logprobs, advantages, mask):
 # ---------------------------------------------------------------- correction, aggregation, KL, advantages
 
 
-def correction_weights(old_row, sampler_row, mask_row, mode, cap):
+def correction_weights(old_row, sampler_row, mask_row, mode, cap, floor=0.0):
     """Weights of one row, a list."""
     level, _, constraint = mode.partition("_")
     log_r = {t: old_row[t] - sampler_row[t] for t, keep in enumerate(mask_row) if keep}
     weights = [0.0] * len(old_row)
     for t in log_r:
         ratio = math.exp(math.fsum(log_r.values()) if level == "sequence" else log_r[t])
-        weights[t] = ratio if ratio <= cap else cap if constraint == "truncate" else 0.0
+        is_cut = not floor <= ratio <= cap
+        weights[t] = ratio if not is_cut else clamp(ratio, floor, cap) if constraint == "truncate" else 0.0
     return weights
 
 

@@ -279,8 +279,8 @@ def test_the_guide_lists_exactly_the_switches():
 
 BAD_VALUES = """
 data.limit=0 data.holdout=1 reward.functions=[] reward.weights=[1,1] rollout.group_size=1 rollout.temperature=.nan
-rollout.top_p=1.01 algorithm.minibatches=33 algorithm.surrogate=math.exp optimizer.lr=.inf run.max_steps=null
-run.keep=0 eval.temperatures=[0.6,.nan]
+rollout.top_p=1.01 algorithm.minibatches=33 algorithm.correction_floor=4 algorithm.surrogate=math.exp
+optimizer.lr=.inf run.max_steps=null run.keep=0 eval.temperatures=[0.6,.nan]
 """
 
 
@@ -310,7 +310,7 @@ MESSAGES = {
     "--config twice.yaml": "twice.yaml is damaged: run stands twice, the second time in line 2",
     "--config missing.yaml": "--config missing.yaml: there is no such file, nor such a method; methods: dapo, .*grpo",
     "--batch_size 8": ".*--batch_size=8; here --rollout.prompts, --rollout.group_size",
-    "--algorithm.surrogate Clipp": ".* no such class; choose from CISPO, Clip, .*VESPO, or .*; did you mean Clip[?]",
+    "--algorithm.surrogate Clipp": ".* no such class; choose from ASPO, .*VESPO, or .*; did you mean Clip[?]",
     "--algorithm.surrogate GRPO": ".*; did you mean --config grpo[?]",
     "--reward.functions MathRewrad": ".*; did you mean MathReward[?]",
     "--device cuda": ".*--device=cuda; here CUDA_VISIBLE_DEVICES",

@@ -10,10 +10,14 @@ import torch
 from batches import AGGREGATIONS, random_batch
 
 from pspo.losses import (
+    DPPO,
+    DRO,
+    REINFORCE,
     Counts,
     EntropyQuantile,
     LossInputs,
     OffPolicyMask,
+    SquaredLogRatio,
     aggregate,
     correction_weights,
     diagnose_correction,
@@ -29,24 +33,29 @@ def test_a_share_of_tokens_is_rounded_up_exactly(share):
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected", "share"),
+    ("mode", "bounds", "expected", "share"),
     [
-        ("token_truncate", [2, 3, 0], 0.5),
-        ("token_mask", [2, 0, 0], 0.5),
-        ("sequence_truncate", [3, 3, 0], 1.0),
-        ("sequence_mask", [0, 0, 0], 1.0),
+        ("token_truncate", (3.0,), [2, 3, 0], 0.5),
+        ("token_mask", (3.0,), [2, 0, 0], 0.5),
+        ("sequence_truncate", (3.0,), [3, 3, 0], 1.0),
+        ("sequence_mask", (3.0,), [0, 0, 0], 1.0),
+        ("token_truncate", (5.0, 3.0), [3, 4, 0], 0.5),
+        ("token_mask", (5.0, 3.0), [0, 4, 0], 0.5),
+        ("sequence_truncate", (20.0, 9.0), [9, 9, 0], 1.0),
+        ("sequence_mask", (20.0, 9.0), [0, 0, 0], 1.0),
+        ("sequence_mask", (20.0, 7.5), [8, 8, 0], 0.0),
     ],
 )
-def test_values_worked_by_hand(mode, expected, share):
+def test_values_worked_by_hand(mode, bounds, expected, share):
     old = torch.tensor([[0.5, 0.8, 0.9]]).double().log()
     sampler = torch.tensor([[0.25, 0.2, 0.1]]).double().log()  # ratios 2 and 4, and a masked one
     mask = torch.tensor([[True, True, False]])
-    assert correction_weights(old, sampler, mask, mode, 3.0)[0].tolist() == pytest.approx(expected, rel=1e-12)
+    assert correction_weights(old, sampler, mask, mode, *bounds)[0].tolist() == pytest.approx(expected, rel=1e-12)
     tokens = (old[mask], sampler[mask], torch.tensor([0, 0]))
-    stats = diagnose_correction(*tokens, mask[mask], mode, 3.0)
+    stats = diagnose_correction(*tokens, mask[mask], mode, *bounds)
     kl = (2 - 1 - math.log(2) + 4 - 1 - math.log(4)) / 2
     assert stats == pytest.approx({"kl_sampler_old": kl, "sampler_ratio_max": 4, "corrected_share": share}, rel=1e-12)
-    assert correction_weights(old, old, mask, mode, 1.0).tolist() == [[1, 1, 0]]  # at the cap
+    assert correction_weights(old, old, mask, mode, 1.0, 1.0).tolist() == [[1, 1, 0]]  # at both bounds
     nothing = diagnose_correction(*tokens, ~mask[mask], mode, 3.0)
     assert nothing == {"kl_sampler_old": 0.0, "sampler_ratio_max": 1.0, "corrected_share": 0.0}
     empty = [values[:0] for values in (*tokens, mask[mask])]  # every completion was truncated, and left out
@@ -83,6 +92,35 @@ def test_the_off_policy_mask_equals_the_reference(seed):
     by_token = torch.linspace(-1, 1, 6, dtype=torch.float64) * torch.ones(5, 1)
     is_near = mask_of(torch.full_like(advantages, -1.0))
     assert torch.equal(mask_of(by_token), is_near | (by_token >= 0))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_dppo_and_the_squared_log_ratio_are_prime_rls_default_loss(seed):
+    """Its `default_loss_fn` at 559b4477, with its dppo_mask_low = dppo_mask_high = 0.2 and kl_tau = 1e-3."""
+    logprobs, sampler, advantages, mask = random_batch((6, 1, 4, 0, 3), seed, spread=1.0)
+    leaf = logprobs.clamp(max=-0.01).requires_grad_()
+    x = LossInputs(leaf, sampler, advantages, mask, torch.zeros_like(leaf))
+    losses = SquaredLogRatio(2e-3)(DPPO("tv", 0.2)(*(leaf, sampler, advantages, mask)), x)
+    (slopes,) = torch.autograd.grad(losses.sum(), leaf)
+    n_dropped = 0
+    for row, t in mask.nonzero().tolist():
+        p, q, A = math.exp(leaf[row, t].item()), math.exp(sampler[row, t].item()), advantages[row].item()
+        is_dropped = p - q > 0.2 if A > 0 else p - q < -0.2
+        n_dropped += is_dropped
+        log_r = leaf[row, t].item() - sampler[row, t].item()
+        loss = -A * p / q * (not is_dropped) + 1e-3 * log_r**2
+        slope = -A * p / q * (not is_dropped) + 2e-3 * log_r
+        assert (losses[row, t].item(), slopes[row, t].item()) == pytest.approx((loss, slope), rel=1e-12)
+    assert 0 < n_dropped < mask.sum()
+    assert (losses[~mask] == 0).all()
+
+
+def test_dro_at_level_token_is_reinforce_and_the_squared_log_ratio():
+    batch = random_batch((6, 1, 4), spread=8.0)  # some beyond the clamp
+    x = LossInputs(*batch, entropies=torch.zeros(3, 6))
+    torch.testing.assert_close(
+        DRO(0.3, "token")(*batch), SquaredLogRatio(0.3)(REINFORCE()(*batch), x), rtol=1e-12, atol=0
+    )
 
 
 # ---------------------------------------------------------------- aggregation

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pspo.losses.surrogates import token_values
+from pspo.losses.surrogates import as_rows, check_values, function_name
 
 Aggregation = Literal["dapo", "grpo", "dr_grpo"]
 
@@ -43,7 +43,9 @@ def aggregate(per_token_loss: Tensor, mask: Tensor, how: Aggregation | Callable,
     """Sum a microbatch's per-token loss (B, T) into its share of the minibatch's loss, a scalar."""
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1).float()  # (B, 1)
     if callable(how):
-        divisors = token_values(how(mask, counts), mask, "aggregation", how, above_0=True)  # (B, 1) or (B, T)
+        name = f"--algorithm.aggregation {function_name(how)}"
+        divisors = as_rows(how(mask, counts), mask, name, fill=1.0)  # (B, 1) or (B, T)
+        check_values(divisors, divisors > 0, name, "above 0")
     elif how == "dapo":
         divisors = torch.full_like(lengths, max(counts.tokens, 1))
     elif how == "grpo":

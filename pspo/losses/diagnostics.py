@@ -89,17 +89,19 @@ def diagnose_correction(
     is_active: Tensor,
     mode: Correction | Callable,
     cap: float,
+    floor: float = 0.0,
 ) -> dict[str, float]:
     """Statistics of one optimizer step's correction over its tokens with A != 0.
 
     Args:
         old_logprobs, sampler_logprobs, rows, is_active: (N,), of all tokens; ``rows`` numbers their sequences.
-        mode, cap: of `correction_weights`.
+        mode, cap, floor: of `correction_weights`.
 
     Returns:
         * ``kl_sampler_old``: KL(sampler || old) in nats, the mean of r - 1 - log r, r = exp(old - sampler)
         * ``sampler_ratio_max``: the largest r; 1 without a token
-        * ``corrected_share``: share of the tokens whose ratio is above the cap; not of a function of the user's
+        * ``corrected_share``: share of the tokens whose ratio is above the cap or below the floor; not for a function
+          of the user's
     """
     log_r = log_ratio(old_logprobs, sampler_logprobs, torch.ones_like(is_active))
     active = log_r[is_active] if is_active.any() else log_r.new_zeros(1)  # reads like one token of equal log-probs
@@ -112,5 +114,6 @@ def diagnose_correction(
     if mode.startswith("sequence") and len(rows):
         rows = rows.long()
         log_r = log_r.new_zeros(int(rows.max()) + 1).index_add(0, rows, log_r)[rows]
-    is_corrected = (log_r.exp() > cap)[is_active].to(log_r.dtype)
+    ratio = log_r.exp()
+    is_corrected = ((ratio > cap) | (ratio < floor))[is_active].to(log_r.dtype)
     return statistics | {"corrected_share": is_corrected.mean().item() if len(is_corrected) else 0.0}

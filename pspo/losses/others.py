@@ -12,7 +12,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pspo.losses.surrogates import MAX_LOG_RATIO, Surrogate, check, log_ratio, masked, policy_gradient
+from pspo.losses.surrogates import (
+    MAX_LOG_RATIO,
+    Surrogate,
+    check,
+    check_at_least_0,
+    clip_range,
+    log_ratio,
+    masked,
+    policy_gradient,
+)
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -52,8 +61,7 @@ class CISPO(Surrogate):
     silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
-        check(self.epsilon is None or self.epsilon >= 0, self, "epsilon must be at least 0", self.epsilon)
-        check(self.epsilon_high >= 0, self, "epsilon_high must be at least 0", self.epsilon_high)
+        check_at_least_0(self, "epsilon", "epsilon_high")
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         ratio = log_ratio(logprobs.detach(), old_logprobs, mask).exp()
@@ -78,8 +86,7 @@ class GSPO(Surrogate):
     silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
-        check(self.epsilon >= 0, self, "epsilon must be at least 0", self.epsilon)
-        check(self.epsilon_high >= 0, self, "epsilon_high must be at least 0", self.epsilon_high)
+        check_at_least_0(self, "epsilon", "epsilon_high")
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         ratio = row_mean(log_ratio(logprobs, old_logprobs, mask), mask).exp()
@@ -101,7 +108,7 @@ class GMPO(Surrogate):
     silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
-        check(self.epsilon >= 0, self, "epsilon must be at least 0", self.epsilon)
+        check_at_least_0(self, "epsilon")
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         log_r = log_ratio(logprobs, old_logprobs, mask)
@@ -160,7 +167,7 @@ class DPPO(Surrogate):
 
     def __post_init__(self) -> None:
         check(self.divergence in ("tv", "kl"), self, 'divergence must be "tv" or "kl"', repr(self.divergence))
-        check(self.epsilon >= 0, self, "epsilon must be at least 0", self.epsilon)
+        check_at_least_0(self, "epsilon")
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         log_r = log_ratio(logprobs, old_logprobs, mask)
@@ -175,3 +182,119 @@ class DPPO(Surrogate):
         further = torch.where(advantages > 0, moved > 0, moved < 0)
         contributes = ~(further & (divergence > self.epsilon))
         return masked(-log_r.exp() * advantages * contributes, mask)
+
+
+@dataclass(frozen=True)
+class SPO(Surrogate):
+    """-(r A - |A| (r - 1)^2 / (2 epsilon)): a quadratic penalty in place of the clip (Xie et al. 2024, 2401.16025).
+
+    Its minimum is at Clip's bounds, r = 1 + epsilon where A > 0 and 1 - epsilon where A < 0: beyond, the gradient leads
+    back. CFPO (Cagatan et al. 2026, 2601.22801) is this loss.
+
+    Args:
+        epsilon: distance of the minimum from r = 1.
+    """
+
+    epsilon: float = 0.2
+    silent_at_zero_advantage = True
+
+    def __post_init__(self) -> None:
+        check(self.epsilon > 0, self, "epsilon must be above 0", self.epsilon)
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        ratio = log_ratio(logprobs, old_logprobs, mask).exp()
+        penalty = advantages.abs() * (ratio - 1).square() / (2 * self.epsilon)
+        return masked(penalty - ratio * advantages, mask)
+
+
+@dataclass(frozen=True)
+class DRO(Surrogate):
+    """-(A logprob - (tau / 2) log^2 w), w the product of r over the row (Kimi k1.5, 2501.12599, section 2.3.2).
+
+    Direct Reward Optimization (Richemond et al. 2024), with the mean reward for its value function. A token's share of
+    log^2 w is log w log r, and has the gradient of log^2 w. verl's and Tinker's ``dro`` has a token's log^2 r: level
+    "token".
+
+    Args:
+        tau: weight of the penalty.
+        level: "sequence" or "token".
+    """
+
+    tau: float = 0.05
+    level: Literal["sequence", "token"] = "sequence"
+
+    def __post_init__(self) -> None:
+        check(0 <= self.tau < math.inf, self, "tau must be at least 0 and finite", self.tau)
+        check(self.level in ("sequence", "token"), self, 'level must be "sequence" or "token"', repr(self.level))
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        log_r = log_ratio(logprobs.detach(), old_logprobs, mask)
+        log_w = log_r.sum(dim=1, keepdim=True) if self.level == "sequence" else log_r
+        moved = masked(logprobs - logprobs.detach(), mask)  # 0, with the gradient of logprobs, beyond the clamp, too
+        penalty = self.tau * log_w * (0.5 * log_r + moved)
+        return penalty + policy_gradient(torch.ones_like(log_r), logprobs, advantages, mask)
+
+    @property
+    def silent_at_zero_advantage(self) -> bool:
+        return self.tau == 0
+
+
+@dataclass(frozen=True)
+class CEGPPO(Surrogate):
+    """-(w / sg(r)) r A: Clip that leaves a bounded gradient to the tokens it clips (Su et al. 2025, 2509.20712).
+
+    w is r where Clip has a gradient, beta1 (1 - epsilon) below the range and beta2 (1 + epsilon_high) above it. The
+    authors' code also cuts the loss at r = 3 where A < 0; the paper does not.
+
+    Args:
+        epsilon, epsilon_high: of Clip.
+        beta1: weight of tokens with A < 0 below the range; 0 is Clip's gradient.
+        beta2: weight of tokens with A > 0 above the range; 0 is Clip's gradient.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    beta1: float = 0.75
+    beta2: float = 1.0
+    silent_at_zero_advantage = True
+
+    def __post_init__(self) -> None:
+        check_at_least_0(self, "epsilon", "epsilon_high", "beta1", "beta2")
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        ratio = log_ratio(logprobs, old_logprobs, mask).exp()
+        fixed = ratio.detach()
+        low, high = clip_range(self.epsilon, self.epsilon_high)
+        weight = torch.where((advantages < 0) & (fixed < low), self.beta1 * low, fixed)
+        weight = torch.where((advantages > 0) & (fixed > high), self.beta2 * high, weight)
+        return masked(-weight / fixed * ratio * advantages, mask)
+
+
+@dataclass(frozen=True)
+class ASPO(Surrogate):
+    """-sg(w) A logprob, w = min(1 / r, delta) where A > 0, else min(r, delta); 0 where Clip has no gradient.
+
+    Positive tokens that lag behind the old policy weigh more, not less (Wang et al. 2025, 2510.06062, section 6). The
+    authors' code has the delta of 3, and other clip ranges for uncertain tokens, which the paper does not.
+
+    Args:
+        epsilon, epsilon_high: of Clip.
+        delta: upper bound of the weight.
+    """
+
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float = 3.0
+    silent_at_zero_advantage = True
+
+    def __post_init__(self) -> None:
+        check_at_least_0(self, "epsilon", "epsilon_high")
+        check(self.delta >= 1, self, "delta must be at least 1", self.delta)
+
+    def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        log_r = log_ratio(logprobs.detach(), old_logprobs, mask)
+        ratio = log_r.exp()
+        low, high = clip_range(self.epsilon, self.epsilon_high)
+        weight = torch.where(advantages > 0, -log_r, log_r).exp().clamp(max=self.delta)
+        contributes = torch.where(advantages > 0, ratio <= high, ratio >= low)
+        return policy_gradient(weight * contributes, logprobs, advantages, mask)

@@ -59,9 +59,14 @@ class Surrogate(SilentHint, ABC):
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in arguments)})"
 
 
+def function_name(function: Callable | str) -> str:
+    """Name of a function, or of an instance's class, in messages."""
+    return function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+
+
 def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> None:
     """Raise SurrogateError unless the loss of a surrogate or term is (B, T), wide enough and with a gradient."""
-    name = getattr(piece, "__name__", type(piece).__name__)
+    name = function_name(piece)
     if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise SurrogateError(f"{name} must return a loss per token, (B, T) = {tuple(logprobs.shape)}, not {got}")
@@ -71,15 +76,11 @@ def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> N
         raise SurrogateError(f"{name} returned a loss without gradient; it must depend on logprobs, not detached")
 
 
-def token_values(
-    values: Tensor, mask: Tensor, switch: str, function: Callable[..., Tensor] | str, above_0: bool = False
-) -> Tensor:
-    """Check what a function of the user's returned, (B,), (B, 1) or (B, T); returns (B, 1) or (B, T), without gradient.
+def as_rows(values: Tensor, mask: Tensor, name: str, fill: float = 0.0) -> Tensor:
+    """Values that the function ``name`` returned by row or token, as (B, 1) or (B, T); ``fill`` where masked.
 
-    Masked tokens have 0, or 1 with ``above_0``. Raises SurrogateError for another shape, NaN, inf, or one not above 0.
+    They are float32 or wider, without gradient. Raises SurrogateError for another shape, NaN or inf.
     """
-    called = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
-    name = f"--algorithm.{switch} {called}"
     rows = len(mask)
     shape = tuple(mask.shape)
     if not isinstance(values, Tensor) or values.shape not in ((rows,), (rows, 1), shape):
@@ -89,12 +90,15 @@ def token_values(
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     values = values.detach().to(mask.device, dtype).view(rows, -1)
     known = mask if values.shape == mask.shape else mask.any(dim=1, keepdim=True)
-    values = values.where(known, float(above_0))
-    bad = ~values.isfinite() | ((values <= 0) if above_0 else False)
-    if bad.any():
-        rule = "finite and above 0" if above_0 else "finite"
-        raise SurrogateError(f"{name} returned {bad.sum()} of {bad.numel()} values that are not {rule}")
+    values = values.where(known, fill)
+    check_values(values, values.isfinite(), name, "finite")
     return values
+
+
+def check_values(values: Tensor, ok: Tensor, name: str, rule: str) -> None:
+    """Raise SurrogateError unless all values that the function ``name`` returned are ok."""
+    if not ok.all():
+        raise SurrogateError(f"{name} returned {(~ok).sum()} of {values.numel()} values that are not {rule}")
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -118,6 +122,17 @@ def check(ok: bool, surrogate: Surrogate, rule: str, value: object) -> None:
         raise ValueError(f"{type(surrogate).__name__}: {rule}, got {value}")
 
 
+def check_at_least_0(surrogate: Surrogate, *names: str) -> None:
+    for name in names:
+        value = getattr(surrogate, name)
+        check(value is None or value >= 0, surrogate, f"{name} must be at least 0", value)
+
+
+def clip_range(epsilon: float, epsilon_high: float | None) -> tuple[float, float]:
+    """Bounds of a ratio: 1 - epsilon, and 1 + epsilon_high, or + epsilon if that is None."""
+    return 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+
+
 @dataclass(frozen=True)
 class Clip(Surrogate):
     """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A): PPO's clipped surrogate (Schulman et al. 2017).
@@ -135,16 +150,12 @@ class Clip(Surrogate):
     silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
-        high = self.epsilon_high
-        delta = self.delta
-        check(self.epsilon >= 0, self, "epsilon must be at least 0", self.epsilon)
-        check(high is None or high >= 0, self, "epsilon_high must be at least 0", high)
-        check(delta is None or delta >= 1, self, "delta must be at least 1", delta)
+        check_at_least_0(self, "epsilon", "epsilon_high")
+        check(self.delta is None or self.delta >= 1, self, "delta must be at least 1", self.delta)
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         ratio = log_ratio(logprobs, old_logprobs, mask).exp()
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        clipped = ratio.clamp(1 - self.epsilon, 1 + high)
+        clipped = ratio.clamp(*clip_range(self.epsilon, self.epsilon_high))
         if self.delta is not None:
             ratio = ratio.clamp(max=self.delta)
         return masked(-torch.minimum(ratio * advantages, clipped * advantages), mask)

@@ -58,15 +58,17 @@ class SamplerCorrection(Term):
 
     Args:
         mode: of `correction_weights`, or a function of old_logprobs, sampler_logprobs and mask.
-        cap: largest weight.
+        cap, floor: largest and smallest weight.
     """
 
     mode: Correction | Callable
     cap: float = 3.0
+    floor: float = 0.0
     silent_at_zero_advantage = True
 
     def __call__(self, losses: Tensor, x: LossInputs) -> Tensor:
-        return losses * correction_weights(x.old_logprobs, x.sampler_logprobs, x.mask, self.mode, self.cap)
+        weights = correction_weights(x.old_logprobs, x.sampler_logprobs, x.mask, self.mode, self.cap, self.floor)
+        return losses * weights
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,22 @@ class KLPenalty(Term):
 
     def __call__(self, losses: Tensor, x: LossInputs) -> Tensor:
         return losses + self.beta * kl_estimate(x.logprobs, x.ref_logprobs, x.mask, self.estimator, x.old_logprobs)
+
+
+@dataclass(frozen=True)
+class SquaredLogRatio(Term):
+    """losses + coef log^2 r / 2: k2, to the old policy, which the next steps then stay near to.
+
+    With `DPPO` at epsilon 0.2 and ratios to the sampler it is prime-rl's default loss; coef is twice its kl_tau.
+
+    Args:
+        coef: weight of the term.
+    """
+
+    coef: float
+
+    def __call__(self, losses: Tensor, x: LossInputs) -> Tensor:
+        return losses + self.coef * kl_estimate(x.logprobs, x.old_logprobs, x.mask, "k2")
 
 
 @dataclass(frozen=True)

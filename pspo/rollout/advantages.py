@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pspo import distributed as dist
 from pspo.config import Advantages
-from pspo.losses.surrogates import token_values
+from pspo.losses.surrogates import as_rows, function_name
 from pspo.rollout.experience import Experience
 from pspo.tasks import Problem
 from pspo.tasks.failures import undo_changes
@@ -58,7 +58,8 @@ def estimate_advantages(
     arguments = {name: value for name, value in optional.items() if name in parameters}
     with undo_changes():
         advantages = function(rewards, group_size, **arguments)
-    return token_values(advantages, mask & ~rewards.isnan()[:, None], "advantages", estimator).squeeze(1)
+    name = f"--algorithm.advantages {function_name(estimator)}"
+    return as_rows(advantages, mask & ~rewards.isnan()[:, None], name).squeeze(1)
 
 
 def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "none", eps: float = 1e-4) -> Tensor:

@@ -93,9 +93,8 @@ def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: Algorithm
         metrics["kl_reference"] = kl.sum().item() / max(counts.tokens, 1)
     if algorithm.correction != "none":
         sampler_logprobs = tokens["sampler_logprob"]
-        mode = algorithm.correction
-        cap = algorithm.correction_cap
-        metrics |= diagnose_correction(old_logprobs, sampler_logprobs, tokens["row"], is_active, mode, cap)
+        bounds = (algorithm.correction, algorithm.correction_cap, algorithm.correction_floor)
+        metrics |= diagnose_correction(old_logprobs, sampler_logprobs, tokens["row"], is_active, *bounds)
     return metrics
 
 
