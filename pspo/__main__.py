@@ -15,7 +15,6 @@ COMMANDS = {
     "report": ("pspo_lab.report_command", "tables and figures of runs"),
     "sweep": ("pspo_lab.sweep_command", "train and evaluate methods, settings and seeds as one file lists them"),
     "compare": ("pspo_lab.compare", "compare two evaluations, paired by problem"),
-    "plan": ("pspo_lab.plan_command", "will a run fit: memory of a GPU by phase"),
     "serve": ("pspo_vllm.serve", "start a vLLM server that draws rollouts"),
 }
 

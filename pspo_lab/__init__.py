@@ -1,4 +1,4 @@
-"""Look at runs and plan them: view, report, sweep, compare, findings, plan; code rewards in a sandbox.
+"""Look at runs and plan them: view, report, sweep, compare, findings; code rewards in a sandbox.
 
 In a notebook ``pspo_lab.view("runs/mine")`` shows the page of a run.
 """
