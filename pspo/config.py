@@ -173,10 +173,10 @@ class RewardConfig(Section, name="reward"):
     Args:
         functions: built-in rewards by name, functions and classes of your own by import path (default: [MathReward])
         weights: one weight per function; unset, all 1
-        timeout: seconds a function may take per rollout; 0 for no limit
-        on_error: if a function fails: raise ends the run, none gives the affected completions advantage 0
-        workers: processes of their own that share the completions, but no state of a function; 0 calls functions in the
-            training process
+        timeout: seconds a function may take for the completions of one prompt; 0 for no limit
+        on_error: if a function fails: raise ends the run, none gives the completions of that prompt advantage 0
+        workers: processes that are given one prompt's completions at a time, and share no state of a function; 0 calls
+            functions in the training process
     """
 
     functions: list[Reward | Callable] = field(default_factory=lambda: [MathReward()])

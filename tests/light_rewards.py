@@ -33,7 +33,7 @@ class Bad(Reward):
 
             noise = random.random() + np.random.random() + torch.rand(()).item()  # noqa: NPY002
         values = [len(text) + row % 3 + noise for row, text in enumerate(completions)]  # never all the same
-        if step != self.at or len(completions) not in (self.rows, 1) or not Path("broken").exists():
+        if step != self.at or len(completions) != self.rows or not Path("broken").exists():
             return values
         if self.how == "raises":
             raise KeyError("no such key")

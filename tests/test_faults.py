@@ -177,7 +177,7 @@ def test_a_reward_that_fails_for_all_of_a_resampled_group_does_not_end_the_run(c
 
 BAD = {  # switches, and what is shown
     "raises": ((), "KeyError: 'no such key'"),
-    "hangs": (  # once for both completions, and once more for each
+    "hangs": (  # with the completions of one prompt
         ("--reward.functions.how=hangs", "--reward.timeout=1.5", "--rollout.prompts=1", "--rollout.group_size=2",
          "--reward.functions.rows=2"), "reward Bad took longer than 1.5 seconds"
     ),
@@ -186,7 +186,8 @@ BAD = {  # switches, and what is shown
         ("--reward.functions.rows=4", "--run.validate_every=2", "--run.validation_limit=4"), "KeyError: 'no such key'"
     ),
     "every completion": (
-        ("--reward.on_error=none",), "every completion of this rollout is without a reward: {'Bad': \"KeyError"
+        ("--reward.on_error=none", "--rollout.prompts=1", "--reward.functions.rows=4"),
+        "every completion of this rollout is without a reward: {'Bad': \"KeyError"
     ),
     "an environment": (
         ("--reward.functions=[test_faults.Length]", "--rollout.environment=test_faults.RunsOut"),

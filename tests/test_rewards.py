@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from processes import TINY, run_command
 
 from pspo.cli.files import read_jsonl
 from pspo.errors import WorkerError
-from pspo.tasks import ExactMatch, MathVerifyReward, SoftOverlong
+from pspo.tasks import ExactMatch, MathVerifyReward, SoftOverlong, failures
 from pspo.tasks.failures import show_failures
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
@@ -210,11 +211,12 @@ def test_what_a_run_makes_of_its_rewards(tmp_path, tokenizer):
 
 
 def test_what_functions_log_as_trls_do(work):
-    """Of each part of a batch its own, here or in workers; None where nothing was logged."""
-    texts, problems = ["a", "bcd", "ef"], [Problem("?")] * 3
-    for workers, longest in ((0, [3.0, 3.0, 3.0]), (3, [1.0, 3.0, 2.0])):
-        logged = total_rewards([work.logs], None, texts, problems, workers=workers).logged
-        assert logged == {"longest": longest, "first": ["a", "b", "e"], "size": [1, 3, 2]}
+    """In workers each group its own; a name that two functions log is there twice."""
+    texts, problems = ["a", "bcd", "ef"], [Problem("?"), *[Problem("!")] * 2]
+    for workers, longest in ((0, [3.0, 3.0, 3.0]), (1, [1.0, 3.0, 3.0]), (3, [1.0, 3.0, 3.0])):
+        logged = total_rewards([work.logs, work.own_length, work.logs], None, texts, problems, workers=workers).logged
+        columns = {"longest": longest, "first": ["a", "b", "e"], "size": [1, 3, 2]}
+        assert logged == columns | {f"{name}_2": values for name, values in columns.items()}
 
 
 # --- functions in the style that TRL documents ------------------------------------------------------------------------
@@ -290,6 +292,14 @@ def logs(completions, log_metric, log_extra):
     log_extra("size", array.array("q", map(len, completions)))
     return [0.0] * len(completions)
 
+def longest(prompts, completions):
+    if "raise" in completions:
+        raise KeyError("raise")
+    lengths = {prompt: [] for prompt in prompts}
+    for prompt, completion in zip(prompts, completions):
+        lengths[prompt].append(len(completion))
+    return [float(len(text) == max(lengths[prompt])) for prompt, text in zip(prompts, completions)]
+
 def hangs_on_x(completions):
     for completion in completions:
         while completion == "x":
@@ -314,17 +324,18 @@ def work(tmp_path, monkeypatch):
     worker_pool.cache_clear()
 
 
-def in_workers(function, *completions, **settings):
-    rows = {"problems": [Problem("?")] * len(completions), "completion_ids": None, "truncated": None}
+def in_workers(function, *completions, group_size=1, **settings):
+    problems = [Problem(f"{i // group_size}?") for i in range(len(completions))]
+    rows = {"problems": problems, "completion_ids": None, "truncated": None}
     (values,) = called_with(function, completions, **rows, **settings).values()
     return values
 
 
 def test_workers_share_a_batch_and_keep_its_order(work):
-    ids = in_workers(work.process_id, *"abcd", workers=2)
+    ids = in_workers(work.process_id, *"abcd", group_size=2, workers=2)
     assert ids[0] == ids[1] != ids[2] == ids[3]
     assert os.getpid() not in ids
-    assert in_workers(work.process_id, *"abcd", workers=2) in (ids, ids[::-1])  # kept
+    assert in_workers(work.process_id, *"abcd", group_size=2, workers=2) in (ids, ids[::-1])  # kept
     assert in_workers(work.own_length, "a", "bb", "ccc", "dddd", "e", workers=3) == [1, 2, 3, 4, 1]
     assert in_workers(work.own_length, "a", workers=3) == [1]
     counts = work.CountsCalls()
@@ -332,12 +343,21 @@ def test_workers_share_a_batch_and_keep_its_order(work):
     assert [in_workers(counts, "a") for _ in range(2)] == [[1], [2]]
 
 
+def test_values_do_not_depend_on_the_number_of_workers(work):
+    """A group is called whole, by any number of processes, and where another group's call failed."""
+    texts = ["a", "bb", "ccc", "dddd"]
+    for workers in (0, 1, 3, 4, 8):
+        assert in_workers(work.longest, *texts, *texts, group_size=4, workers=workers) == [0, 0, 0, 1] * 2
+        values = in_workers(work.longest, *texts[1:], "raise", *texts, group_size=4, workers=workers, on_error="none")
+        assert values == pytest.approx([math.nan] * 4 + [0, 0, 0, 1], nan_ok=True)
+
+
 def test_workers_that_hang_or_die_are_replaced(work):
     lenient = {"workers": 2, "timeout": 2.0, "on_error": "none"}
-    values = in_workers(work.hangs_on_x, "a", "b", "x", "c", **lenient)
+    values = in_workers(work.hangs_on_x, "a", "b", "x", "c", group_size=2, **lenient)
     assert values == pytest.approx([1, 1, math.nan, math.nan], nan_ok=True)
     values = in_workers(work.hangs_on_x, "a", "exit", "raise", "c", "leave", "d", **lenient)
-    assert values == pytest.approx([1, math.nan, math.nan, 1, math.nan, 1], nan_ok=True)  # the others one by one
+    assert values == pytest.approx([1, math.nan, math.nan, 1, math.nan, 1], nan_ok=True)
     with pytest.raises(WorkerError, match=r'raise KeyError\("in a worker"\)'):
         in_workers(work.hangs_on_x, "a", "raise", workers=2)
     with pytest.raises(TimeoutError, match=r"reward hangs_on_x took longer than 1 sec"):
@@ -349,7 +369,7 @@ def test_workers_that_hang_or_die_are_replaced(work):
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_failing_row_alone_is_unknown_and_the_traceback_is_shown_once(capsys):
+def test_a_failing_group_alone_is_unknown_and_the_traceback_is_shown_once(capsys):
     shown = {}
 
     def divides(completions):
@@ -357,13 +377,22 @@ def test_a_failing_row_alone_is_unknown_and_the_traceback_is_shown_once(capsys):
 
     for _ in range(2):
         functions = [divides, MathReward()]
-        scores = total_rewards(functions, None, *batch(("abc", 5), ("a", 5)), on_error="none")
+        scores = total_rewards(functions, None, *batch(("abc", 5), ("a", 6)), on_error="none")
         show_failures(scores.failures, shown)
         assert scores.totals == pytest.approx([0.5, math.nan], nan_ok=True)
     err = capsys.readouterr().err
     assert err.count("reward divides failed (shown once)") == 1
     assert err.count("ZeroDivisionError") == 1
     assert shown == {"divides": "ZeroDivisionError: division by zero"}
+
+
+def test_only_frames_inside_the_package_are_the_packages():
+    """A module beside the package whose name begins as the package's does is the user's."""
+    package = str(Path(failures.__file__).parents[1])
+    for file, is_users in ((f"{package}_my.py", True), (f"{package}/own.py", False), (f"{package}_lab/own.py", False)):
+        with pytest.raises(KeyError) as raised:
+            exec(compile("{}['key']", file, "exec"))
+        assert (file in [frame.filename for frame in failures.user_frames(raised.value)]) is is_users
 
 
 # --- built in ---------------------------------------------------------------------------------------------------------
@@ -407,7 +436,7 @@ def test_math_verify_reads_formulas_and_survives_hostile_ones():
     values = MathVerifyReward(seconds=60)([completion for completion, _, _ in cases], problems)
     assert values == [value for _, _, value in cases]
     began = time.monotonic()
-    assert MathVerifyReward(seconds=1)(["$9^{9^{9^{9}}}!$"], [Problem("?", "5")]) == [0]
+    assert MathVerifyReward(seconds=1)(["$9^{9^{9^{9}}}!$"], [Problem("?", "5")]) == [None]
     assert time.monotonic() - began < 4  # its own limit is 5 s
 
 

@@ -1,6 +1,7 @@
 """Run a user's own code: show its errors without our frames, and undo what it changes."""
 
 import contextlib
+import os
 import sys
 import sysconfig
 import traceback
@@ -11,8 +12,9 @@ from tqdm import tqdm
 
 from pspo.errors import UserCodeError, WorkerError
 
-_PATHS = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-_NOT_USER_CODE = (*_PATHS, "<frozen", str(Path(__file__).parents[1]))  # prefixes of file names
+_PACKAGES = [Path(__file__).parents[2] / name for name in ("pspo", "pspo_lab", "pspo_vllm", "pspo_bridge")]
+_FOLDERS = [*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), *_PACKAGES]
+_NOT_USER_CODE = (*(f"{folder}{os.sep}" for folder in _FOLDERS), "<frozen")  # prefixes of file names
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -13,15 +13,17 @@ out of that completion's sum. ``async def`` functions are awaited. Values that i
 import asyncio
 import contextlib
 import inspect
+import itertools
 import math
 import reprlib
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -115,7 +117,7 @@ class Scores(NamedTuple):
     Attributes:
         totals: n weighted sums.
         by_function: n values of each function, `Name_2` if a name comes twice.
-        logged: by name n values that functions logged, None where one did not.
+        logged: by name n values that functions logged, None where one did not; `name_2` if two log one name.
         failures: the first error of each function that failed, under on_error "none".
     """
 
@@ -260,45 +262,60 @@ def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: i
         return error
 
 
-def guarded_values(
-    function: Callable[..., Any], arguments: dict[str, Any], n: int, timeout: float, on_error: OnError, workers: int
-) -> tuple[list[float | None], Columns, Exception | None]:
-    """Call a reward that may hang or fail; worker processes score a part of the n rows each.
+def group_slices(problems: Sequence[Problem]) -> list[slice]:
+    """The rows of each group: neighbours with one problem."""
+    starts = [i for i in range(len(problems)) if i == 0 or problems[i] != problems[i - 1]]
+    return [slice(start, end) for start, end in pairwise([*starts, len(problems)])]
 
-    With ``on_error`` "none", a part that fails is scored again, completion by completion, unless it took too long;
-    the first error is the last value.
+
+def guarded_values(
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    problems: Sequence[Problem],
+    timeout: float,
+    on_error: OnError,
+    workers: int,
+) -> tuple[list[float | None], Columns, Exception | None]:
+    """Call a reward that may hang or fail; returns values, what it logs, and the first error under on_error "none".
+
+    Without workers it is called once, and if that fails, group by group; a worker process gets a group at a time. A
+    group whose call fails is unknown (NaN).
     """
-    if timeout:
-        workers = max(workers, 1)  # what hangs can be killed in a process of its own only
+    n = len(problems)
+    whole = None if workers or timeout else attempt_reward(function, arguments, n)
+    if isinstance(whole, tuple):
+        return *whole, None
+    if whole is not None and on_error == "raise":
+        raise whole
+    groups = group_slices(problems)
+    calls = []
+    for group in groups:  # what is no list is for all
+        inputs = {key: value[group] if isinstance(value, list) else value for key, value in arguments.items()}
+        calls.append((function, inputs, group.stop - group.start))
+    if whole is None:  # what hangs can be killed in a process of its own only
+        results = worker_pool(max(workers, 1)).map(call_reward, calls, timeout)
+    else:
+        results = [attempt_reward(*call) for call in calls]
     values: list[float | None] = [math.nan] * n
     logged: Columns = {}
     first_error = None
-    n_parts = max(1, min(workers, n))
-    parts = [slice(n * i // n_parts, n * (i + 1) // n_parts) for i in range(n_parts)]
-    while parts:
-        calls = []
-        for part in parts:  # what is no list is for all
-            inputs = {key: value[part] if isinstance(value, list) else value for key, value in arguments.items()}
-            calls.append((function, inputs, part.stop - part.start))
-        if workers:
-            results = worker_pool(workers).map(call_reward, calls, timeout)
-        else:
-            results = [attempt_reward(*call) for call in calls]
-        retries: list[slice] = []
-        for part, result in zip(parts, results, strict=True):
+    for group, result in zip(groups, results, strict=True):
+        if isinstance(result, tuple):
+            values[group], columns = result
+            for key, column in columns.items():
+                logged.setdefault(key, [None] * n)[group] = column
+        elif on_error == "raise":
             is_late = isinstance(result, TimeoutError)
-            if not isinstance(result, Exception):
-                values[part], columns = result
-                for key, column in columns.items():
-                    logged.setdefault(key, [None] * n)[part] = column
-            elif on_error == "raise":
-                raise TimeoutError(f"reward {reward_name(function)} {result}") if is_late else result
-            else:
-                first_error = first_error or result
-                if part.stop - part.start > 1 and not is_late:
-                    retries += [slice(i, i + 1) for i in range(part.start, part.stop)]
-        parts = retries
+            raise TimeoutError(f"reward {reward_name(function)} {result}") if is_late else result
+        else:
+            first_error = first_error or result
     return values, logged, first_error
+
+
+def unique_name(name: str, taken: Collection[str]) -> str:
+    """The name, or `name_2`, `name_3` ... if it is taken."""
+    names = itertools.chain([name], (f"{name}_{n}" for n in itertools.count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def total_rewards(
@@ -325,16 +342,15 @@ def total_rewards(
     logged: Columns = {}
     failures: dict[str, Exception] = {}
     for function in functions:
-        name = reward_name(function)
-        names = [name, *(f"{name}_{n}" for n in range(2, len(functions) + 2))]
-        name = next(name for name in names if name not in {"environment", *values})
+        name = unique_name(reward_name(function), {"environment", *values})
         arguments = reward_arguments(function, inputs)
         is_built_in = type(function).__module__.startswith("pspo.")
         if is_built_in and on_error == "raise" and not timeout and not workers:
             values[name] = function(**arguments)
             continue
-        values[name], columns, error = guarded_values(function, arguments, len(problems), timeout, on_error, workers)
-        logged |= columns
+        values[name], columns, error = guarded_values(function, arguments, problems, timeout, on_error, workers)
+        for key, column in columns.items():
+            logged[unique_name(key, logged)] = column
         if error is not None:
             failures.setdefault(reward_name(function), error)
     if environment_rewards is not None:

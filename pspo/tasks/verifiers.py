@@ -77,9 +77,9 @@ def verify(completion: str, gold: str) -> bool | None:
 class MathVerifyReward(Reward):
     """1 if math-verify (pip install 'pspo[math]') finds the completion's answer equal to the gold one, else 0.
 
-    By sympy, which a completion can make compute for ever or take all memory: it runs in processes of its own, and one
-    that takes too long or dies counts as wrong. Of several `\\boxed` answers the last one counts, as in MATH's own
-    rule. None without a gold answer, or if math-verify cannot read that.
+    By sympy, which a completion can make compute for ever or take all memory: it runs in processes of its own, and a
+    value that takes too long or kills its process is unknown (None). Of several `\\boxed` answers the last one counts,
+    as in MATH's own rule. None without a gold answer, or if math-verify cannot read that.
     """
 
     seconds: float = 10.0  # limit for one completion
@@ -95,5 +95,5 @@ class MathVerifyReward(Reward):
         results = worker_pool(self.processes, WORKER_MEMORY).map(verify, calls, self.seconds)
         values: list[float | None] = [None] * len(completions)
         for i, result in zip(answered, results, strict=True):
-            values[i] = None if result is None else float(result is True)  # not an error
+            values[i] = float(result) if isinstance(result, bool) else None
         return values
