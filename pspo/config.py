@@ -7,8 +7,8 @@ the switches. A value out of range raises ValueError naming its switch, before a
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from functools import cache, cached_property
 from typing import Any, Literal
 
 from pspo import losses
@@ -28,18 +28,33 @@ def require(ok: object, switch: str, rule: str, value: object) -> None:
         raise ValueError(f"--{switch} {rule}, got {value!r}")
 
 
-PATHS = {"model.name_or_path", "data.path", "data.chat_template", "run.output_dir", "run.fork_from"}  # or no paths
-COMPARISONS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
+COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+Fact = Literal[
+    "main",  # from Python a section may be its value alone: model="tiny-math"
+    "basic",  # --help shows it; --help all shows every switch
+    "path",  # a path of this machine, or a name: ~ is the home folder, and model cards leave it out
+    "mapping",  # a mapping of the user's keys
+    "class",  # the import path of a class, or {class_path: ..., init_args: {...}}
+    "free",  # may differ when a run is resumed: no number depends on it, unless a reward fails
+    "may grow",  # when a run is resumed, unless the learning rate depends on it
+    "no setting",  # makes no other setting in comparisons: files, logs, processes, memory, seeds
+]
 
 
-def number(default: float | None, **limits: float) -> Any:
-    """Field for a finite number, or None for not set, within limits by the names of `COMPARISONS`: at_least=0."""
-    return field(default=default, metadata={name.replace("_", " "): limit for name, limit in limits.items()})
+def switch(default: Any, *facts: Fact, **limits: float) -> Any:
+    """Field of a section: its default, or the class or function that makes it, and what holds for its switch.
+
+    Limits of a number have the names of `COMPARISONS`: at_least=0.
+    """
+    metadata = {"facts": facts, "limits": limits}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Section:
-    """Base of the configuration's sections, frozen dataclasses: checks every `number` of their fields."""
+    """Base of the configuration's sections, frozen dataclasses: checks and completes the values of their switches."""
 
     def __init_subclass__(cls, name: str) -> None:
         cls.section = name
@@ -47,15 +62,17 @@ class Section:
     def __post_init__(self) -> None:
         for part in fields(self):
             value = getattr(self, part.name)
-            if f"{self.section}.{part.name}" in PATHS and isinstance(value, str):
+            facts = part.metadata.get("facts", ())
+            if "path" in facts and isinstance(value, str):
                 path = local_path(value)
                 if value.startswith("~"):
                     object.__setattr__(self, part.name, str(path))
-            if part.name in ("engine", "environment") and isinstance(value, str):
+            if "class" in facts and isinstance(value, str):
                 object.__setattr__(self, part.name, {"class_path": value})
-            if part.metadata and value is not None:
-                is_within = all(COMPARISONS[name](value, limit) for name, limit in part.metadata.items())
-                rule = " and ".join(f"{name} {limit}" for name, limit in part.metadata.items())
+            limits = part.metadata.get("limits")
+            if limits and value is not None:
+                is_within = all(COMPARISONS[name](value, limit) for name, limit in limits.items())
+                rule = " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
                 require(is_within and math.isfinite(value), f"{self.section}.{part.name}", f"must be {rule}", value)
 
 
@@ -69,8 +86,8 @@ class LoraConfig(Section, name="model.lora"):
         target_modules: layers that get new adapters, by name or as a regular expression
     """
 
-    rank: int = number(0, at_least=0)
-    alpha: float = number(32.0, above=0)
+    rank: int = switch(0, "basic", at_least=0)
+    alpha: float = switch(32.0, above=0)
     target_modules: str | list[str] = "all-linear"
     name_or_path = None  # no switch: `LoraFolder` has it
 
@@ -97,12 +114,12 @@ class ModelConfig(Section, name="model"):
         lora: LoRA adapters, trained in place of the model
     """
 
-    name_or_path: str = "tiny-base"
+    name_or_path: str = switch("tiny-base", "main", "basic", "path")
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     autocast: Literal["auto", "bf16", "none"] = "auto"
-    gradient_checkpointing: bool = False
-    attn_implementation: str | None = None
+    gradient_checkpointing: bool = switch(False, "no setting")
+    attn_implementation: str | None = switch(None, "no setting")
     trust_remote_code: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -133,17 +150,17 @@ class DataConfig(Section, name="data"):
         max_prompt_tokens: drop problems with longer prompts
     """
 
-    name: str = "arithmetic"
-    path: str | None = None
-    hub: dict[str, Any] = field(default_factory=dict)
-    limit: int | None = number(None, above=0)
+    name: str = switch("arithmetic", "main", "basic")
+    path: str | None = switch(None, "basic", "path", "free", "no setting")
+    hub: dict[str, str | dict[str, str]] = switch(dict, "mapping")
+    limit: int | None = switch(None, "basic", above=0)
     seed: int = 0
-    columns: dict[str, str] = field(default_factory=lambda: {"prompt": "prompt", "answer": "answer"})
+    columns: dict[str, str] = switch(lambda: {"prompt": "prompt", "answer": "answer"}, "basic", "mapping")
     answer_kind: AnswerKind | None = None
-    holdout: float | None = number(None, at_least=0, below=1)
+    holdout: float | None = switch(None, "basic", at_least=0, below=1)
     system_prompt: str | None = None
-    chat_template: dict[str, Any] | str | None = None
-    max_prompt_tokens: int = number(512, above=0)
+    chat_template: dict[str, Any] | str | None = switch(None, "path", "mapping")
+    max_prompt_tokens: int = switch(512, above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,11 +196,11 @@ class RewardConfig(Section, name="reward"):
             functions in the training process
     """
 
-    functions: list[Reward | Callable] = field(default_factory=lambda: [MathReward()])
-    weights: list[float] | None = None
-    timeout: float = number(0.0, at_least=0, below=2_000_000)
-    on_error: OnError = "raise"
-    workers: int = number(0, at_least=0)
+    functions: list[Reward | Callable] = switch(lambda: [MathReward()], "main", "basic")
+    weights: list[float] | None = switch(None, "basic")
+    timeout: float = switch(0.0, "free", "no setting", at_least=0, below=2_000_000)
+    on_error: OnError = switch("raise", "free", "no setting")
+    workers: int = switch(0, "free", "no setting", at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,20 +237,20 @@ class RolloutConfig(Section, name="rollout"):
         resample: times that groups whose advantages are all 0 are replaced by fresh prompts' (DAPO's dynamic sampling)
     """
 
-    prompts: int = number(32, above=0)
-    group_size: int = number(4, at_least=2)
-    max_completion_tokens: int = number(128, above=0)
+    prompts: int = switch(32, "basic", above=0)
+    group_size: int = switch(4, "basic", at_least=2)
+    max_completion_tokens: int = switch(128, "basic", above=0)
     stop_tokens: list[str] | None = None
     stop_strings: list[str] = field(default_factory=list)
-    temperature: float = number(0.6, above=0)
-    top_p: float = number(0.85, above=0, at_most=1)
-    top_k: int = number(0, at_least=0)
-    max_rows: int | None = number(None, above=0)
+    temperature: float = switch(0.6, "basic", above=0)
+    top_p: float = switch(0.85, above=0, at_most=1)
+    top_k: int = switch(0, at_least=0)
+    max_rows: int | None = switch(None, "no setting", above=0)
     decoder: Decoder = "auto"
-    engine: str | dict[str, Any] | None = None
-    environment: str | dict[str, Any] | None = None
-    lag: int = number(0, at_least=0)
-    resample: int = number(0, at_least=0)
+    engine: str | dict[str, Any] | None = switch(None, "class")
+    environment: str | dict[str, Any] | None = switch(None, "class")
+    lag: int = switch(0, at_least=0)
+    resample: int = switch(0, at_least=0)
 
 
 @dataclass(frozen=True)
@@ -258,21 +275,21 @@ class AlgorithmConfig(Section, name="algorithm"):
         correction_floor: smallest correction weight
     """
 
-    surrogate: losses.Surrogate = field(default_factory=losses.PSPO)
+    surrogate: losses.Surrogate = switch(losses.PSPO, "main", "basic")
     terms: list[losses.Term | Callable] = field(default_factory=list)
-    epochs: int = number(2, above=0)
-    minibatches: int = number(1, above=0)
+    epochs: int = switch(2, "basic", above=0)
+    minibatches: int = switch(1, above=0)
     aggregation: losses.Aggregation | Callable = "dapo"
-    advantages: Advantages | Callable = "none"
-    beta: float = number(0.0, at_least=0)
+    advantages: Advantages | Callable = switch("none", "basic")
+    beta: float = switch(0.0, "basic", at_least=0)
     kl_estimator: losses.KLEstimator = "k3"
-    entropy_coef: float = number(0.0, at_least=0)
+    entropy_coef: float = switch(0.0, at_least=0)
     mask_truncated: bool = False
     nucleus: Literal["ignore", "replay"] = "ignore"
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
     correction: losses.Correction | Callable | None = None
-    correction_cap: float = number(3.0, above=0)
-    correction_floor: float = number(0.0, at_least=0)
+    correction_cap: float = switch(3.0, above=0)
+    correction_floor: float = switch(0.0, at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -312,12 +329,12 @@ class OptimizerConfig(Section, name="optimizer"):
     """
 
     name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = "adamw"
-    lr: float | None = number(None, above=0)
-    options: dict[str, Any] = field(default_factory=dict)
-    warmup_steps: int = number(0, at_least=0)
+    lr: float | None = switch(None, "basic", above=0)
+    options: dict[str, Any] = switch(dict, "mapping")
+    warmup_steps: int = switch(0, at_least=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    max_grad_norm: float = number(1.0, at_least=0)
-    microbatch_tokens: int | None = number(None, above=0)
+    max_grad_norm: float = switch(1.0, at_least=0)
+    microbatch_tokens: int | None = switch(None, "no setting", above=0)
 
 
 @dataclass(frozen=True)
@@ -340,19 +357,19 @@ class RunConfig(Section, name="run"):
         tracker: also log metrics to tensorboard, wandb or trackio (pip install 'pspo[wandb]')
     """
 
-    output_dir: str | None = None
-    fork_from: str | None = None
-    seed: int = number(0, at_least=0, below=2**32)
-    max_steps: int = number(100, above=0)
-    max_tokens: int | None = number(None, above=0)
-    validate_every: int = number(20, at_least=0)
-    validation_limit: int = number(128, above=0)
-    test_limit: int = number(500, at_least=0)
-    save_every: int = number(50, at_least=0)
-    keep: int = number(2, above=0)
-    record_tokens: int = number(2, at_least=0)
-    quiet: bool = False
-    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    output_dir: str | None = switch(None, "basic", "path", "free", "no setting")
+    fork_from: str | None = switch(None, "path", "no setting")
+    seed: int = switch(0, "basic", "no setting", at_least=0, below=2**32)
+    max_steps: int = switch(100, "basic", "may grow", above=0)
+    max_tokens: int | None = switch(None, "may grow", above=0)
+    validate_every: int = switch(20, "basic", "no setting", at_least=0)
+    validation_limit: int = switch(128, "no setting", above=0)
+    test_limit: int = switch(500, "basic", "no setting", at_least=0)
+    save_every: int = switch(50, "free", "no setting", at_least=0)
+    keep: int = switch(2, "free", "no setting", above=0)
+    record_tokens: int = switch(2, "no setting", at_least=0)
+    quiet: bool = switch(False, "free", "no setting")
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = switch("none", "free", "no setting")
 
 
 @dataclass(frozen=True)
@@ -363,7 +380,7 @@ class DistributedConfig(Section, name="distributed"):
         strategy: none for one process; ddp replicates the model on every rank; fsdp2 shards it
     """
 
-    strategy: Literal["none", "ddp", "fsdp2"] = "none"
+    strategy: Literal["none", "ddp", "fsdp2"] = switch("none", "no setting")
 
 
 @dataclass(frozen=True)
@@ -454,15 +471,15 @@ class EvalConfig(Section, name="eval"):
         environment: import path of a text environment, as in training
     """
 
-    split: Literal["train", "validation", "test"] = "test"
-    temperatures: list[float] = field(default_factory=lambda: [0.0])
-    samples: int = number(1, above=0)
-    top_p: float = number(1.0, above=0, at_most=1)
-    max_completion_tokens: int = number(128, above=0)
+    split: Literal["train", "validation", "test"] = switch("test", "basic")
+    temperatures: list[float] = switch(lambda: [0.0], "basic")
+    samples: int = switch(1, "basic", above=0)
+    top_p: float = switch(1.0, above=0, at_most=1)
+    max_completion_tokens: int = switch(128, "basic", above=0)
     stop_tokens: list[str] | None = None
     stop_strings: list[str] = field(default_factory=list)
-    max_tokens: int = number(65_536, above=0)
-    environment: str | dict[str, Any] | None = None
+    max_tokens: int = switch(65_536, above=0)
+    environment: str | dict[str, Any] | None = switch(None, "class")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -481,8 +498,8 @@ class EvalRunConfig(Section, name="run"):
         quiet: print no progress
     """
 
-    output_dir: str = "evaluation"
-    seed: int = number(0, at_least=0, below=2**32)
+    output_dir: str = switch("evaluation", "basic", "path")
+    seed: int = switch(0, "basic", at_least=0, below=2**32)
     quiet: bool = False
 
 
@@ -495,3 +512,21 @@ class EvaluateConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     run: EvalRunConfig = field(default_factory=EvalRunConfig)
+
+
+def find_switches(config_class: type, prefix: str = "") -> dict[str, Field]:
+    """The field of every switch of a command, such as that of `RunConfig.seed` for run.seed."""
+    found = {}
+    for part in fields(config_class):
+        if is_dataclass(part.type):
+            found |= find_switches(part.type, f"{prefix}{part.name}.")
+        else:
+            found[f"{prefix}{part.name}"] = part
+    return found
+
+
+@cache
+def switches_with(fact: Fact) -> frozenset[str]:
+    """The switches of training and evaluation of which this holds."""
+    every = find_switches(EvaluateConfig) | find_switches(TrainConfig)
+    return frozenset(name for name, part in every.items() if fact in part.metadata.get("facts", ()))

@@ -25,11 +25,11 @@ from pspo_lab.dumps import is_dump, read_dump
 from pspo_lab.settings import (
     DATA,
     MODEL,
-    NOT_COMPARED,
     SEED,
     SURROGATE,
     defaults,
     labels,
+    not_compared,
     plain_switches,
     setting_numbers,
 )
@@ -161,7 +161,7 @@ def read_runs(roots: Sequence[Path]) -> Runs:
         raise ValueError("no run and no evaluation in " + ", ".join(map(str, roots)))
 
     table = pd.DataFrame(list(configs.values()), index=list(configs), dtype=object)
-    table = table.reindex(columns=sorted({MODEL, DATA, SURROGATE, *NOT_COMPARED, *table}))
+    table = table.reindex(columns=sorted({MODEL, DATA, SURROGATE, *not_compared(), *table}))
     return sort_runs(Runs(table.where(table.notna(), None), pd.DataFrame(numbers, columns=NUMBERS), runs))
 
 

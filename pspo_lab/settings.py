@@ -20,13 +20,13 @@ RATE = "optimizer.lr"  # whose default depends on the model, and so is always sa
 SURROGATE = "algorithm.surrogate.class_path"
 ARGUMENT = "algorithm.surrogate.init_args."
 LONG = 40  # characters of a value in a label
-NO_SETTING = {  # switches that make no other setting: files, logs, processes, memory; and seeds
-    "data.path", "distributed.strategy", "model.attn_implementation", "model.gradient_checkpointing",
-    "optimizer.microbatch_tokens", "reward.on_error", "reward.timeout", "reward.workers", "rollout.max_rows",
-    "run.fork_from", "run.keep", "run.output_dir", "run.quiet", "run.record_tokens", "run.save_every", "run.test_limit",
-    "run.tracker", "run.validate_every", "run.validation_limit",
-}  # fmt: skip
-NOT_COMPARED = ["experiments", SEED, *sorted(NO_SETTING)]  # columns of `Runs.configs` that are no part of a setting
+
+
+def not_compared() -> list[str]:
+    """Columns of `Runs.configs` that are no part of a setting."""
+    from pspo.config import switches_with  # slow to import: torch
+
+    return ["experiments", *sorted(switches_with("no setting"))]
 
 
 def plain_switches(switches: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def defaults(class_path: str = "") -> dict[str, Any]:
 
 def setting_numbers(configs: pd.DataFrame, ignore: Sequence[str] = ()) -> pd.Series:
     """Number of each run's setting; settings that differ in the ignored switches alone have one number."""
-    switches = configs.drop(columns=[*NOT_COMPARED, *ignore], errors="ignore")
+    switches = configs.drop(columns=[*not_compared(), *ignore], errors="ignore")
     return switches.groupby([*switches], dropna=False, sort=False).ngroup()
 
 
@@ -92,7 +92,7 @@ def labels(configs: pd.DataFrame) -> pd.Series:
 
 def differing(configs: pd.DataFrame) -> list[str]:
     """Switches in which settings differ, surrogates aside; what another trainer did not record counts as equal."""
-    switches = configs.drop(columns=[*NOT_COMPARED, SURROGATE], errors="ignore")
+    switches = configs.drop(columns=[*not_compared(), SURROGATE], errors="ignore")
     ours = configs["trainer"].isna() if "trainer" in configs else pd.Series(True, configs.index)
     return sorted(name for name in switches if switches[name][ours | switches[name].notna()].nunique(dropna=False) > 1)
 
@@ -100,7 +100,7 @@ def differing(configs: pd.DataFrame) -> list[str]:
 def shared_sentence(configs: pd.DataFrame) -> str:
     """The switches that all runs share and that are at no default, model and data aside; "" if there are none."""
     short = short_names(configs)
-    switches = configs.drop(columns=[*NOT_COMPARED, MODEL, DATA, SURROGATE], errors="ignore")
+    switches = configs.drop(columns=[*not_compared(), MODEL, DATA, SURROGATE], errors="ignore")
     same = [name for name in switches if switches[name].nunique(dropna=False) == 1]
     texts = []
     default_values = defaults() | {RATE: None}

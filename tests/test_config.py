@@ -13,8 +13,8 @@ import yaml
 
 import pspo.__main__
 from pspo.cli.files import to_yaml
-from pspo.cli.parse import parse, resolve, switch_types
-from pspo.config import EvaluateConfig, LoraConfig, ModelConfig, TrainConfig
+from pspo.cli.parse import parse, resolve
+from pspo.config import EvaluateConfig, Fact, LoraConfig, ModelConfig, TrainConfig, find_switches, switches_with
 from pspo.losses import CISPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip, OffPolicyMask
 from pspo.model.find import TINY_BYTES, find_default_lr
 from pspo.tasks import FormatReward, MathReward
@@ -274,7 +274,7 @@ def test_help_is_short_and_names_the_sections_that_have_more(capsys):
 def test_the_guide_lists_exactly_the_switches():
     page = (ROOT / "docs/guide/switches.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `--([\w.]+)` \| .+ \| .+ \|$", page, re.MULTILINE)
-    assert rows == list(switch_types(TrainConfig))
+    assert rows == list(find_switches(TrainConfig))
 
 
 BAD_VALUES = """
@@ -347,3 +347,17 @@ def test_a_path_that_is_not_utf_8_is_refused(capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         train_config("--run.output_dir=caf\udce9")
     assert "the path caf\\udce9 is not UTF-8: rename" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config_class", [TrainConfig, EvaluateConfig])
+def test_what_is_said_of_every_switch_is_known_and_fits_its_type(config_class):
+    for name, part in find_switches(config_class).items():
+        facts = part.metadata.get("facts", ())
+        kinds = set(typing.get_args(part.type)) or {part.type}
+        assert set(facts) <= set(typing.get_args(Fact)), name
+        assert "path" not in facts or str in kinds, name
+        has_keys = "dict[" in str(part.type)
+        assert has_keys == ("mapping" in facts or "class" in facts), name
+        assert not part.metadata.get("limits") or kinds & {int, float}, name
+        assert not ("free" in facts and "may grow" in facts), name
+    assert {switch.partition(".")[0] for switch in switches_with("main")} == {"model", "data", "reward", "algorithm"}

@@ -20,14 +20,15 @@ from pspo.tasks.files import plain
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # which damaged content raises
-MAPPINGS = {"data.chat_template", "data.columns", "data.hub", "optimizer.options"}  # switches whose value is a mapping
 
 
 def flat(config: Settings, prefix: str = "") -> dict[str, Any]:
     """The values of a nested configuration by switch: {"run.seed": 0}."""
+    from pspo.config import switches_with  # slow to import: torch
+
     values = {}
     for name, value in config.items():
-        nested = isinstance(value, dict) and f"{prefix}{name}" not in MAPPINGS
+        nested = isinstance(value, dict) and f"{prefix}{name}" not in switches_with("mapping")
         values |= flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return values
 

@@ -15,17 +15,17 @@ import os
 import re
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_dumper, set_loader
 
-from pspo.cli.files import MAPPINGS, Settings, argument_text, check_yaml, read_config, to_yaml
+from pspo.cli.files import Settings, argument_text, check_yaml, read_config, to_yaml
 from pspo.cli.terminal import one_line
-from pspo.config import PATHS
+from pspo.config import find_switches, switches_with
 from pspo.model.find import find_default_lr
 from pspo.run.endings import user_errors
 from pspo.tasks.datasets import has_text_answers, holdout_share
@@ -33,14 +33,6 @@ from pspo.tasks.files import local_path
 
 C = TypeVar("C")
 METHODS = {file.stem: file for file in sorted((Path(__file__).parents[1] / "assets" / "methods").glob("*.yaml"))}
-BASIC = {  # switches of --help; --help all has all of them
-    "config", "print_config", "model.name_or_path", "model.lora.rank", "data.name", "data.path", "data.columns",
-    "data.holdout", "data.limit", "reward.functions", "reward.weights", "rollout.prompts", "rollout.group_size",
-    "rollout.max_completion_tokens", "rollout.temperature", "algorithm.surrogate", "algorithm.epochs",
-    "algorithm.advantages", "algorithm.beta", "optimizer.lr", "run.output_dir", "run.seed", "run.max_steps",
-    "run.validate_every", "run.test_limit", "eval.split", "eval.temperatures", "eval.samples",
-    "eval.max_completion_tokens",
-}  # fmt: skip
 HINTS = {  # of names that other trainers give to a switch
     "batch_size": "--rollout.prompts, --rollout.group_size, or for memory --optimizer.microbatch_tokens",
     "num_generations": "--rollout.group_size",
@@ -49,8 +41,6 @@ HINTS = {  # of names that other trainers give to a switch
     "clip": "--algorithm.surrogate.epsilon 0.2, of a surrogate that clips",
     "learning_rate": "--optimizer.lr",
 }
-RESOLVED = {*PATHS, "data.name", "data.columns", "run.test_limit", "rollout.engine", "rollout.environment",
-            "eval.environment"}  # fmt: skip
 load_yaml = get_loader("yaml")
 
 
@@ -76,11 +66,11 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
 def make_config(config_class: type[C], prog: str, words: Sequence[str], given: Settings) -> tuple[C, Settings]:
     """`parse` words, and nested settings over them; raises ValueError. Prints and exits for --print_config."""
     parser, defaults = make_parser(config_class, prog)
-    switches = switch_types(config_class)
+    switches = {name: part.type for name, part in find_switches(config_class).items()}
     topics = [*words[1:], ""]
     for word, topic in zip(words, topics, strict=False):
         if word in ("-h", "--help"):
-            print_help(parser, topic, switches)
+            print_help(parser, topic, find_switches(config_class))
             raise SystemExit(0)
     settings = copy.deepcopy(defaults)  # by switch
     read_words([word for word in words if word != "--print_config"], switches, settings)
@@ -100,8 +90,10 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], given: S
         text = parser.dump(namespace, skip_unset=False, skip_validation=True)
         print(text, end=f"# null stands for: {', '.join(unset)}\n" if unset else "")
         raise SystemExit(0)
-    for switch in switches.keys() & {*depending, *RESOLVED}:
-        namespace[switch] = attrgetter(switch)(config)
+    for switch in switches:
+        value = attrgetter(switch)(config)
+        if not any(map(callable, value if isinstance(value, list) else [value])):  # classes stay import paths
+            namespace[switch] = value
     return config, yaml.safe_load(parser.dump(namespace, skip_unset=False, skip_validation=True))
 
 
@@ -142,7 +134,7 @@ def make_parser(config_class: type, prog: str) -> tuple[ArgumentParser, Settings
     parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and exit")
     parser.add_class_arguments(config_class)
     defaults: Settings = {}
-    put_all(defaults, parser.get_defaults(skip_validation=True).as_dict(), switch_types(config_class))
+    put_all(defaults, parser.get_defaults(skip_validation=True).as_dict(), find_switches(config_class))
     # no default class in the parser: a named class would inherit its arguments
     parser.set_defaults({switch: None for switch, value in defaults.items() if "class_path" in str(value)})
     return parser, defaults
@@ -154,8 +146,10 @@ def print_help(parser: ArgumentParser, topic: str, switches: dict[str, Any]) -> 
     shown = {*switches, "config", "print_config"}
     if topic in sections:
         shown = {switch for switch in switches if switch.startswith(f"{topic}.")}
-    elif topic != "all" and len(switches) > len(BASIC):
-        shown = BASIC | {switch for switch in switches if switch.startswith("plan.")}
+    elif topic != "all":
+        basic = {name for name, part in switches.items() if "basic" in part.metadata.get("facts", ())}
+        brief = {name.rpartition(".")[0] for name in basic}  # other sections are shown whole
+        shown = basic | {name for name in switches if name.rpartition(".")[0] not in brief} | {"config", "print_config"}
         topics = " ".join(sections)
         parser.epilog = f"--help all shows all {len(switches)} switches, --help SECTION those of: {topics}"
     parser.formatter_class = functools.partial(Help, shown=shown)
@@ -179,17 +173,6 @@ class Help(argparse.HelpFormatter):
                 action.help = f"{action.help} (default: {action.default})"
         action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
         super().add_argument(action)
-
-
-def switch_types(config_class: type, prefix: str = "") -> dict[str, Any]:
-    """The type of every switch, such as {"run.seed": int}."""
-    types = {}
-    for name, hint in get_type_hints(config_class).items():
-        if is_dataclass(hint):
-            types |= switch_types(hint, f"{prefix}{name}.")
-        else:
-            types[f"{prefix}{name}"] = hint
-    return types
 
 
 def read_words(words: Sequence[str], switches: dict[str, Any], settings: Settings) -> None:
@@ -282,7 +265,7 @@ def put(settings: Settings, name: str, value: Any, owner: str) -> None:
         settings[owner] = value
         return
     old = settings.get(owner)
-    if owner in MAPPINGS:
+    if owner in switches_with("mapping"):
         settings[owner] = (old if isinstance(old, dict) else {}) | arguments
         return
     *others, last = old if isinstance(old, list) and old else [old]

@@ -9,7 +9,7 @@ from decimal import Decimal
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import numpy as np
 
@@ -17,13 +17,11 @@ from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.files import Settings
 from pspo.cli.parse import make_config
-from pspo.config import TrainConfig
+from pspo.config import TrainConfig, find_switches, switches_with
 from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
 from pspo.tasks.files import table_records
 
-MAIN_FIELDS = {"model": "name_or_path", "data": "name", "reward": "functions", "algorithm": "surrogate"}
-LISTS = ("functions", "terms", "stop_strings")  # fields of which one item may stand alone
 EXACT = (Fraction, Decimal)  # answers that are written as text
 
 
@@ -93,14 +91,17 @@ def default_output(config: TrainConfig) -> str:
 
 def section_settings(name: str, section: Any) -> Settings:
     """The settings of one section, of which the main one may stand alone, and a list may be its only item."""
-    if name in MAIN_FIELDS and not isinstance(section, Mapping):
-        section = {MAIN_FIELDS[name]: section}
+    switches = find_switches(TrainConfig)
+    (main,) = [switch.rpartition(".")[2] for switch in switches_with("main") if switch.startswith(f"{name}.")] or [None]
+    if main and not isinstance(section, Mapping):
+        section = {main: section}
     if not isinstance(section, Mapping):
         raise ValueError(f"{name} must be a dict of fields, got {section!r}")
     settings = dict(section)
-    for field in LISTS:
-        if field in settings and not isinstance(settings[field], list | tuple):
-            settings[field] = [settings[field]]
+    for field, value in settings.items():
+        part = switches.get(f"{name}.{field}")
+        if part and get_origin(part.type) is list and not isinstance(value, list | tuple):
+            settings[field] = [value]
     return settings
 
 

@@ -12,15 +12,13 @@ from pspo import __version__
 from pspo.cli.files import Settings, argument_text, flat
 from pspo.cli.parse import make_config
 from pspo.cli.terminal import one_line
-from pspo.config import EvaluateConfig, ModelConfig, TrainConfig
+from pspo.config import EvaluateConfig, ModelConfig, TrainConfig, switches_with
 from pspo.evaluate.statistics import ESTIMATES, MEANS, Record, from_record, measure_name, table
 from pspo.model.find import find_default_lr, resolve_adapters
 from pspo.tasks.files import plain
 from pspo.tasks.sources import SOURCES
 
-SECTIONS = ("model.", "data.", "reward.", "rollout.", "algorithm.", "optimizer.")
 MERGE_FIRST = "First merge these adapters into their model: `pspo export` makes the folder that follows.\n\n"
-PRIVATE = ("model.name_or_path", "data.path", "data.chat_template")  # may be paths of this machine
 
 
 def model_card(config: TrainConfig, settings: Settings, step: int, summary: Record) -> str:
@@ -119,12 +117,12 @@ def default_values(config_class: type) -> Settings:
 
 
 def changed_switches(model: ModelConfig, settings: Settings) -> list[str]:
-    """Such as "optimizer.lr 0.003", for each switch that is not at its default, without files of this machine."""
+    """Such as "optimizer.lr 0.003", for each switch of the run's setting that is not at its default, paths aside."""
+    hidden = switches_with("no setting") | switches_with("path")
     defaults = default_values(TrainConfig) | {"optimizer.lr": find_default_lr(model)}
     changed = []
     for switch, value in flat(settings).items():
-        is_shown = switch.startswith(SECTIONS) and switch not in PRIVATE
-        if is_shown and value != defaults.get(switch):
+        if switch not in hidden and value != defaults.get(switch):
             name = switch.removesuffix(".class_path").replace(".init_args.", ".")
             changed.append(f"{name} {argument_text(value)}")
     return changed

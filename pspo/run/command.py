@@ -9,12 +9,12 @@ from pspo import distributed as dist
 from pspo.cli.files import Settings, environment, named_damage, read_json, to_yaml, write_json, write_text
 from pspo.cli.parse import parse
 from pspo.cli.python import config_from_python
-from pspo.config import RunConfig, TrainConfig, require
+from pspo.config import RunConfig, TrainConfig, require, switches_with
 from pspo.errors import RunFailed, Stopped
 from pspo.rollout import Experience
 from pspo.run.endings import exit_codes, save_at_end, user_errors
 from pspo.run.messages import print_header, print_warnings, summary_text
-from pspo.run.resume import LIMITS, check_same, find_start, fork, resume
+from pspo.run.resume import check_same, find_start, fork, resume
 from pspo.run.run import Run
 
 
@@ -63,7 +63,7 @@ def print_if_finished(config: RunConfig, settings: Settings) -> dict[str, Any]:
     changes = check_same(file.parent, settings)
     own_problems = file.parent / "data"  # which `pspo.train` has compared
     _, path = changes.pop("data.path", (None, own_problems))
-    if changes.keys() & LIMITS or Path(path or "").resolve() != own_problems.resolve():
+    if changes.keys() & switches_with("may grow") or Path(path or "").resolve() != own_problems.resolve():
         return {}  # a resumed run compares the problems of another path
     summary = read_json(file)
     with named_damage(file):

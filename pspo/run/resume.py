@@ -1,7 +1,7 @@
 """Resume a run of the same configuration from its newest undamaged checkpoint, or fork one under another.
 
-Switches of `FREE`, which change no number, and an engine's arguments may differ in a resumed run, and `LIMITS` may
-grow. In a fork each part loads what fits it.
+Switches that change no number and an engine's arguments may differ in a resumed run, and its limits may grow
+(`pspo.config.Fact`). In a fork each part loads what fits it.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.python import default_output
-from pspo.config import TrainConfig
+from pspo.config import TrainConfig, switches_with
 from pspo.model import has_adapters
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import (
@@ -27,12 +27,6 @@ from pspo.run.folders import (
     step_of,
 )
 from pspo.update.tokens import TOKENS
-
-FREE = {  # may change when a run is resumed: no number depends on them, unless a reward fails
-    "data.path", "reward.on_error", "reward.timeout", "reward.workers", "run.keep", "run.output_dir", "run.quiet",
-    "run.save_every", "run.tracker",
-}  # fmt: skip
-LIMITS = {"run.max_steps", "run.max_tokens"}  # may grow, unless the learning rate depends on them
 
 
 class Start(NamedTuple):
@@ -75,9 +69,9 @@ def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]
     """The switches that differ from the run's configuration, and may, as `files.differences`; ValueError for others."""
     saved = files.read_config(run / "config.yaml")
     is_constant = files.flat(saved).get("optimizer.schedule") == "constant"
-    may_differ = set(FREE)
+    may_differ = set(switches_with("free"))
     for name, (old, new) in files.differences(saved, settings).items():
-        grows = name in LIMITS and is_constant and old is not None and (new is None or new > old)
+        grows = name in switches_with("may grow") and is_constant and old is not None and (new is None or new > old)
         if grows or name.startswith("rollout.engine.init_args."):
             may_differ.add(name)
     fork = f", or start there from this one's weights with --run.fork_from {run}" if checkpoints(run) else ""
@@ -164,7 +158,8 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
         raise ValueError(f"the adapters of {parent} have --model.lora.alpha {alpha[0]:g}: fork with the same")
     states = checkpointer.load(parent)
     left_out = {"validator"}
-    if changes.keys() - FREE - LIMITS - {"run.fork_from"}:  # which may ask for other rollouts than those that wait
+    harmless = switches_with("free") | switches_with("may grow") | {"run.fork_from"}
+    if changes.keys() - harmless:  # which may ask for other rollouts than those that wait
         left_out.add("delay")
     del states["learner"]["microbatch_tokens"]  # these switches and this memory give its own
     states.get("generators", {})["max_rows"] = math.inf
