@@ -39,3 +39,7 @@ class TRLEnvironment:
         gained = (self.game.get_reward() if hasattr(self.game, "get_reward") else 0.0) - self.total
         self.total += gained  # an episode that is cut keeps the reward of its state so far
         return "\n".join(results), gained, not calls
+
+    def close(self) -> None:
+        if hasattr(self.game, "close"):
+            self.game.close()

@@ -8,6 +8,7 @@ observations out of the loss. Token ids go in and out: what the model drew is ne
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,7 @@ from pspo.model.chat import completion_texts, encode, render_prompts, special_pa
 from pspo.model.find import check_token_ids
 from pspo.rollout import How, Prompts, Rollout, Sampler, Sampling
 from pspo.tasks import Problem
-from pspo.tasks.environment import Environment, MakeEnvironment
+from pspo.tasks.environment import Environment, MakeEnvironment, open_environment, reset_environment
 from pspo.tasks.failures import undo_changes
 from pspo.tasks.rewards import finite_number
 
@@ -62,13 +63,17 @@ class EnvironmentSampler:
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
         """Play ``group_size`` episodes of each problem, turn by turn; `Environment.reset` gave the encoded prompts."""
+        with contextlib.ExitStack() as stack:
+            return self.play_episodes(prompts, group_size, how, stack)
+
+    def play_episodes(self, prompts: Prompts, group_size: int, how: How, stack: contextlib.ExitStack) -> Rollout:
+        """The rollout; the stack closes its environments."""
         episodes = []
-        for problem, prompt_ids in zip(prompts.problems, prompts.ids, strict=True):
+        for i, problem in enumerate(prompts.problems):
             for _ in range(group_size):
-                episodes.append(Episode(self.make_environment(), problem, prompt_ids))
-        for episode in episodes:
-            with undo_changes():
-                episode.environment.reset(episode.problem)
+                environment = open_environment(self.make_environment, stack)
+                reset_environment(environment, problem, prompts.texts[i] if prompts.texts else None)
+                episodes.append(Episode(environment, problem, prompts.ids[i]))
         max_turns = getattr(episodes[0].environment, "max_turns", MAX_TURNS)
         first_turns = self.turns.draw(prompts, group_size, how)
         live = self.play(episodes, first_turns, how.sampling, is_last=max_turns == 1)

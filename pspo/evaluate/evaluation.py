@@ -62,7 +62,7 @@ def complete(
             "temperature": how.sampling.temperature,
             "problem": indices[row // samples],
             "sample": row % samples,
-            **problem.record(),
+            **prompts.record(indices[row // samples]),
             "completion": text,
             "correct": is_correct(text, problem.answer),
             "contains_gold": contains_answer(text, problem.answer),

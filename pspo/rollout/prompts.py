@@ -18,24 +18,34 @@ from pspo.model.chat import TEXT, encode, render_prompts
 from pspo.model.find import check_token_ids, load_model_config, room_for_prompts
 from pspo.rollout.types import Rollout
 from pspo.tasks import Problem, check_rewards, load_problems
-from pspo.tasks.environment import MakeEnvironment
+from pspo.tasks.environment import MakeEnvironment, make_prompts
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages, content_text
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Problems, their encoded prompts, and, if any has one, the beginning of the answer that a prompt ends with."""
+    """Problems and their encoded prompts.
+
+    Attributes:
+        beginnings: of the answers that prompts end with; [] if none does.
+        texts: an environment's prompts, as texts or chats; [] where they are the problems'.
+    """
 
     problems: list[Problem]
     ids: list[list[int]]
     beginnings: list[str] = field(default_factory=list)
+    texts: list[str | Messages] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.problems)
 
     def take(self, indices: Sequence[int]) -> "Prompts":
-        beginnings = [self.beginnings[i] for i in indices] if self.beginnings else []
-        return Prompts([self.problems[i] for i in indices], [self.ids[i] for i in indices], beginnings)
+        columns = (self.problems, self.ids, self.beginnings, self.texts)
+        return Prompts(*([column[i] for i in indices] if column else [] for column in columns))
+
+    def record(self, i: int) -> dict[str, Any]:
+        """`Problem.record`, with the prompt that the model sees."""
+        return self.problems[i].record() | ({"prompt": self.texts[i]} if self.texts else {})
 
     def continued(self, rollout: Rollout) -> Rollout:
         """A rollout whose texts begin as its prompts' answers did; `completion_texts` has added a last `<think>`."""
@@ -80,8 +90,7 @@ def load_prompts(
         prompts = [problem.prompt for problem in problems]
         tools = None
     else:
-        prompts = [make_environment().reset(problem) for problem in problems]
-        tools = getattr(make_environment(), "tools", None)
+        prompts, tools = make_prompts(make_environment, problems)
     texts = render_prompts(tokenizer, prompts, config.system_text, tools)
     if tools:
         without_tools = render_prompts(tokenizer, prompts, config.system_text, [])
@@ -106,10 +115,10 @@ def load_prompts(
     for prompt in prompts:
         is_begun = isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
         beginnings.append(content_text(prompt[-1]) if is_begun else "")
-    loaded = Prompts(problems, ids, beginnings).take(fits)
+    loaded = Prompts(problems, ids, beginnings, [] if make_environment is None else prompts).take(fits)
     begun = sum(map(bool, loaded.beginnings))
     if not begun:
-        return Prompts(loaded.problems, loaded.ids)
+        return replace(loaded, beginnings=[])
     print(f"{config.name} {split}: {begun:,} of {len(fits):,} prompts end in a turn of the assistant to continue")
     return loaded
 

@@ -37,11 +37,11 @@ def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def sample_record(values: dict[str, Any], step: int, sample: int, completion: str) -> dict[str, Any]:
+def sample_record(
+    values: dict[str, Any], problem: dict[str, Any], step: int, sample: int, completion: str
+) -> dict[str, Any]:
     """The line of ``samples.jsonl`` of its group's completion number ``sample``, from a row's ``values`` by name."""
-    record = {"step": step, "problem": values["index"], "sample": sample}
-    record |= values["problem"].record()
-    record["completion"] = completion
+    record = {"step": step, "problem": values["index"], "sample": sample, **problem, "completion": completion}
     for name in ("reward", "advantage", "tokens", "truncated"):
         record[name] = values[name]
     record["rewards"] = {}

@@ -142,7 +142,8 @@ class Recorder:
             completions = [text for rank_texts in texts for text in rank_texts]
             for row, completion in enumerate(completions[: self.config.run.record_tokens * group_size]):
                 values = {name: column[row] for name, column in rows.items()}
-                self.samples.append(sample_record(values, self.learner.steps, row % group_size, completion))
+                problem = self.prompts.record(values["index"])
+                self.samples.append(sample_record(values, problem, self.learner.steps, row % group_size, completion))
             with write_errors(self.output / TOKENS):
                 write_tokens(self.output, self.learner.steps, visits)
 

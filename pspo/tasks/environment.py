@@ -1,11 +1,15 @@
 """The protocol of text environments, and the import of a class that a switch names."""
 
+import contextlib
+import copy
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from pspo.errors import RewardError
+from pspo.tasks.failures import undo_changes
 from pspo.tasks.problem import Messages, Problem
 
 
@@ -17,17 +21,51 @@ class Environment(Protocol):
     With an attribute ``tools``, functions or JSON schemas, the chat template shows these to the model, and ``step``
     gets the calls, [(name, arguments), ...], as its second argument. An attribute ``role`` says whose turns the
     observations are: "user" without it, "tool" for a tool's answers. ``max_turns`` limits the model's turns: 4
-    without it.
+    without it. A method ``close`` is called once for each object: after its rollout, also one that fails or is stopped.
     """
 
     def reset(self, problem: Problem) -> str | Messages:
-        """Begin an episode; returns the prompt, always the same one for a problem: the rows of a group start alike."""
+        """Begin an episode; returns the prompt, the same in every call for a problem: the rows of a group start alike.
+
+        At load few objects are reset for all problems, one after the other.
+        """
 
     def step(self, text: str, *calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, float, bool]:
         """Answer a turn of the model's: text for the user's next turn, a reward, and true if the episode is over."""
 
 
 MakeEnvironment = Callable[[], Environment]
+RESETS_COMPARED = 10  # at load; in a rollout each is
+
+
+def open_environment(make_environment: MakeEnvironment, stack: contextlib.ExitStack) -> Environment:
+    """Make an environment, which the stack closes."""
+    environment = make_environment()
+    if hasattr(environment, "close"):
+        stack.callback(environment.close)
+    return environment
+
+
+def reset_environment(environment: Environment, problem: Problem, expected: str | Messages | None) -> str | Messages:
+    """Begin an episode; RewardError if its prompt is not the expected one, None for any."""
+    with undo_changes():
+        prompt = copy.deepcopy(environment.reset(problem))  # a chat may grow in the episode
+    if expected not in (None, prompt):
+        name = type(environment).__name__
+        rule = "it must return the same prompt whenever it gets the same problem"
+        raise RewardError(f"{name}.reset gave two prompts for a problem, {expected!r:.80} and {prompt!r:.80}: {rule}")
+    return prompt
+
+
+def make_prompts(make_environment: MakeEnvironment, problems: Sequence[Problem]) -> tuple[list[str | Messages], Any]:
+    """The environment's prompt of each problem, and its tools."""
+    with contextlib.ExitStack() as stack:
+        environment = open_environment(make_environment, stack)
+        prompts = [reset_environment(environment, problem, None) for problem in problems]
+        other = open_environment(make_environment, stack)
+        for problem, prompt in zip(problems[:RESETS_COMPARED], prompts, strict=False):
+            reset_environment(other, problem, prompt)
+        return prompts, getattr(environment, "tools", None)
 
 
 def load_class(spec: dict[str, Any] | None, switch: str) -> Callable[[], Any] | None:
