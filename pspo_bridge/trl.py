@@ -20,10 +20,11 @@ import torch
 import trl
 import yaml
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import TrainerCallback
 
 import pspo.losses
 from pspo.losses import Surrogate, diagnose
+from pspo.token_table import TOKENS, token_texts, write_tokens
 from pspo_bridge import Evaluation, evaluate, make_surrogate
 
 AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # values of loss_type whose losses are PPO's clip
@@ -40,10 +41,6 @@ METRICS = {  # names in metrics.jsonl of what TRL logs
     "kl": "kl_reference",
     "step_time": "seconds/step",
 }
-COLUMNS = (  # of tokens.parquet, as a run of pspo writes them
-    "step", "problem", "sample", "position", "token_id", "text", "logprob", "old_logprob", "sampler_logprob",
-    "reference_logprob", "entropy", "advantage", "weight",
-)  # fmt: skip
 
 
 class LossAdvantages:
@@ -203,7 +200,7 @@ class Record(TrainerCallback):
         if state.is_world_process_zero:
             if (self.folder / "metrics.jsonl").exists():
                 raise ValueError(f"{self.folder} holds a run already: give Record another folder")
-            (self.folder / "tokens.parquet").mkdir(parents=True, exist_ok=True)
+            (self.folder / TOKENS).mkdir(parents=True, exist_ok=True)
             settings = run_settings(self.trainer, args, state.max_steps, self)
             (self.folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 
@@ -269,15 +266,16 @@ class Record(TrainerCallback):
         if self.visits and self.trainer.accelerator.is_main_process:
             step = self.trainer.state.global_step
             append_lines(self.folder / "samples.jsonl", [sample | {"step": step} for sample in self.samples.values()])
-            tokens = pd.concat(self.visits, ignore_index=True)
             parts = []
-            for row, ids in self.token_ids.items():
+            for place, (row, ids) in enumerate(self.token_ids.items()):
                 texts = token_texts(self.trainer.processing_class, ids)
-                part = pd.DataFrame({"position": range(len(ids)), "token_id": ids, "text": texts})
-                parts.append(part.assign(row=row, **{name: self.samples[row][name] for name in ("problem", "sample")}))
-            tokens = tokens.merge(pd.concat(parts), on=["row", "position"])
-            file = self.folder / "tokens.parquet" / f"step-{step:06d}.parquet"
-            tokens.reindex(columns=COLUMNS).to_parquet(file, compression="zstd", index=False)
+                names = {name: self.samples[row][name] for name in ("problem", "sample")} | {"drawn": row, "row": place}
+                parts.append(
+                    pd.DataFrame({"position": range(len(ids)), "token_id": ids, "text": texts}).assign(**names)
+                )
+            visits = pd.concat(self.visits, ignore_index=True).rename(columns={"row": "drawn"})
+            tokens = visits.merge(pd.concat(parts), on=["drawn", "position"])
+            write_tokens(self.folder, step, [{name: tokens[name] for name in tokens.columns}])
         self.samples = {}
         self.token_ids = {}
         self.visits = []
@@ -330,15 +328,3 @@ def run_settings(trainer: GRPOTrainer, args: trl.GRPOConfig, max_steps: int, rec
         "optimizer": {"lr": args.learning_rate, "max_grad_norm": args.max_grad_norm},
         "run": {"output_dir": str(record.folder), "seed": args.seed, "max_steps": max_steps},
     }
-
-
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """The text that each token adds to those before it; "" until a character is complete."""
-    texts = []
-    before = ""
-    for end in range(1, len(ids) + 1):
-        now = tokenizer.decode(ids[:end])
-        is_open = now.endswith("\N{REPLACEMENT CHARACTER}") and end < len(ids)
-        texts.append("" if is_open else now[len(before) :])
-        before = before if is_open else now
-    return texts

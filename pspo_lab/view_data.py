@@ -5,7 +5,6 @@ import base64
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,14 @@ from pspo.evaluate.statistics import as_text, measure_name
 from pspo.losses import Surrogate, token_weights
 from pspo.run.folders import numbered, step_of
 from pspo.tasks.problem import Messages, content_text
-from pspo.update.tokens import COLUMNS, TOKENS
+from pspo.token_table import COLUMNS, TOKENS
 from pspo_lab import settings
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
 from pspo_lab.runs import LabRun, Runs, read_samples, skip_unreadable, warn
 from pspo_lab.tables import mean_over_seeds
 
-TOKEN_TYPES = COLUMNS | {"token_id": float}  # which a run of another trainer may lack
+TOKEN_TYPES = COLUMNS | {"token_id": float, "row": float}  # which a run of another trainer may lack
 NEWEST = ("reward", "validation_reward", "entropy", "kl_old_new", "truncated_share")  # in the table of runs
 MEASURES = ("mean_reward", "accuracy", "gold_anywhere")
 MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
@@ -216,38 +215,42 @@ def make_groups(run: int, samples: Sequence[Record]) -> list[Record]:
 
 
 def add_visits(groups: Sequence[Record], file: Path, surrogates: dict[str, Surrogate]) -> None:
-    """Add to a rollout's completions the visits to their tokens that its file has.
-
-    Of the copies of a problem that comes twice in a rollout, a visit belongs to the one with its text and advantage.
-    """
+    """Add to a rollout's completions the visits to their tokens that its file has."""
+    names = [(group["problem"], one["sample"]) for group in groups for one in group["completions"]]
     try:
         table = pd.read_parquet(file).reindex(columns=[*TOKEN_TYPES]).astype(TOKEN_TYPES)
+        table = join_completions(table, pd.DataFrame(names, columns=["problem", "sample"]))
     except (OSError, ValueError, *DAMAGE) as error:
         warn(f"{file} is not what a run records ({error}); left out")
         return
-    keys = ["step", "problem", "sample"]
-    begins = (table[keys] != table[keys].shift()).any(axis=1) | (table["position"] <= table["position"].shift())
-    table["visit"] = begins.cumsum()
+    table["visit"] = table.groupby(["step", "row"]).ngroup()
     if table[["logprob", "old_logprob", "advantage"]].notna().any().all():  # none if no optimizer step visited it
         for name, surrogate in surrogates.items():
             steps = [surrogate_weights(surrogate.bind_step(step - 1), visit) for step, visit in table.groupby("step")]
             table[f"weight {name}"] = pd.concat(steps)
-    for (_, problem, sample, _), visit in table.groupby([*keys, "visit"]):
-        completions = chain.from_iterable(group["completions"] for group in groups if group["problem"] == problem)
-        copies = [completion for completion in completions if completion["sample"] == sample]
-        if not copies:
-            continue
-        one = max(copies, key=partial(likeness, "".join(visit["text"]), visit["advantage"].iloc[0]))
-        if one["recorded"] is None:
-            one["recorded"] = describe_tokens(visit)
-        one["recorded"]["visits"].append(describe_visit(visit, surrogates))
+    completions = [one for group in groups for one in group["completions"]]
+    for (_, row), visit in table.groupby(["step", "row"]):
+        if completions[row]["recorded"] is None:
+            completions[row]["recorded"] = describe_tokens(visit)
+        completions[row]["recorded"]["visits"].append(describe_visit(visit, surrogates))
 
 
-def likeness(text: str, advantage: float, completion: Record) -> tuple[int, float, int]:
-    """Grows as a completion is more like recorded tokens; alike, the copies take turns."""
-    common = len(completion["text"]) if text.startswith(completion["text"]) else -1
-    visits = completion["recorded"]["visits"] if completion["recorded"] else []
-    return common, -abs(advantage - (completion["advantage"] or 0.0)), -len(visits)
+def join_completions(table: pd.DataFrame, completions: pd.DataFrame) -> pd.DataFrame:
+    """The tokens, sorted, with the ``row`` of each in ``completions``: problem and sample of the rollout's.
+
+    A file without the column row, as runs before it and other trainers write, must name each completion by problem and
+    sample. ValueError if two completions have the same, or if tokens are of none.
+    """
+    keys = ["row", "problem", "sample"]
+    if table["row"].isna().any():
+        keys.remove("row")
+        table = table.drop(columns="row")
+        if completions.duplicated().any():
+            raise ValueError("it has no column row, and a problem comes twice in the rollout")
+    joined = table.merge(completions.rename_axis("row").reset_index(), on=keys)
+    if len(joined) < len(table):
+        raise ValueError("samples.jsonl lacks completions whose tokens it has")
+    return joined.astype({"row": int}).sort_values(["step", "row", "position"], ignore_index=True)
 
 
 def describe_tokens(visit: pd.DataFrame) -> Record:

@@ -69,9 +69,10 @@ def test_both_strategies_are_one_run(whole):
         tokens = pd.read_parquet(run / "tokens.parquet")
         visits = tokens[["step", "problem", "sample", "position"]]
         assert not visits.duplicated().any()
-        for sample in first:
+        for row, sample in enumerate(first):
             rows = tokens[(tokens.problem == sample["problem"]) & (tokens["sample"] == sample["sample"])]
             assert set(rows.step) <= {1, 2}
+            assert set(rows.row) <= {row}
             assert len(rows) in (0, 2 * sample["tokens"])  # every token at both steps, or a row without advantage
             assert len(rows) > 0 or sample["advantage"] == 0
 

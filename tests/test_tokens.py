@@ -14,8 +14,8 @@ from pspo.cli.files import read_jsonl
 from pspo.losses import GSPO, Clip, token_weights
 from pspo.model import ASSETS
 from pspo.rollout import encode_prompts
+from pspo.token_table import COLUMNS, token_texts
 from pspo.train import main as train
-from pspo.update.tokens import COLUMNS, token_texts
 
 pytestmark = pytest.mark.usefixtures("here")
 SMALL = ("--run.max_steps=4", "--rollout.prompts=4", "--rollout.max_completion_tokens=32", "--run.test_limit=0",
@@ -83,6 +83,7 @@ def test_columns_are_what_the_steps_computed(tokenizer, surrogate, args, present
             continue
         (prompt,) = encode_prompts(tokenizer, [sample["prompt"]])
         first, second = (own[own.step == step] for step in (1, 2))
+        assert set(own.row) == {samples.index(sample)}
         logprobs, entropies = plain_numbers(prompt, first.token_id.tolist())
         np.testing.assert_allclose(first.logprob, logprobs, atol=1e-4)
         np.testing.assert_allclose(first.entropy, entropies, atol=1e-4)
@@ -99,7 +100,9 @@ def test_columns_are_what_the_steps_computed(tokenizer, surrogate, args, present
             np.testing.assert_allclose(visit.weight, expected[0], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("text", ["7 + 2 = 9", "naïve 数学 🙂👩‍👩‍👧 done", "🙂", "\u202e\u2028 a\ud7ff"])
+@pytest.mark.parametrize(
+    "text", ["7 + 2 = 9", "naïve 数学 🙂👩‍👩‍👧 done", "🙂", "\u202e\u2028 a\ud7ff", "\ufffd" * 99 + "a"]
+)
 def test_texts_of_tokens_are_those_of_the_completion(tokenizer, text):
     """Characters of several tokens stand at the last of these."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

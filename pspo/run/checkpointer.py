@@ -24,7 +24,7 @@ from pspo.model.load import write_model
 from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
 from pspo.run.folders import checkpoints, fsync, prune, temporary_path, whole_folder, write_errors, write_manifest
-from pspo.update.tokens import TOKENS
+from pspo.token_table import TOKENS
 
 
 class Checkpointer:

@@ -19,8 +19,9 @@ from pspo.rollout import Experience, Prompts
 from pspo.run.folders import checkpoints, write_errors
 from pspo.run.metrics import mean_of_known, rollout_metrics, sample_line, sample_record, status
 from pspo.run.trackers import Service, TensorBoard, log_rollout
+from pspo.token_table import TOKENS, write_tokens
 from pspo.update.learner import Learner
-from pspo.update.tokens import TOKENS, TokenRecord, write_tokens
+from pspo.update.tokens import TokenRecord
 
 STATE = ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds")
 MAX_SKIPPED = 10  # optimizer steps in a row

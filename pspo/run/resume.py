@@ -26,7 +26,7 @@ from pspo.run.folders import (
     remove_leftovers,
     step_of,
 )
-from pspo.update.tokens import TOKENS
+from pspo.token_table import TOKENS
 
 
 class Start(NamedTuple):

@@ -103,7 +103,7 @@ def test_what_a_run_of_another_trainer_lacks_is_left_out(runs, tmp_path):
     table = pd.read_parquet(runs / "seed-0/tokens.parquet")
     (tmp_path / "tokens.parquet").mkdir()
     for step, rollout in table.groupby((table["step"] + 1) // 2 * 2):  # two steps in each
-        kept = rollout.drop(columns=["entropy", "token_id", "weight"])
+        kept = rollout.drop(columns=["row", "entropy", "token_id", "weight"])
         kept.to_parquet(tmp_path / f"tokens.parquet/step-{step}.parquet")
     data = data_of(make_page([tmp_path]))
     assert data["runs"][0]["about"] == f"unknown on {tmp_path} · Clip · seed 0 · step 8"
@@ -128,22 +128,24 @@ def test_a_rollout_dump_of_verl_has_a_page(tmp_path):
     assert numbers(data["curves"][0]["mean"]["reward"]).tolist() == [2.5, 10.5]
 
 
-def test_of_a_problem_that_comes_twice_in_a_rollout_each_copy_has_its_own_tokens(runs, tmp_path):
+def test_of_a_problem_that_comes_twice_in_a_rollout_each_copy_has_its_own_tokens(runs, tmp_path, capsys):
     run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
     last = read_jsonl(run / "samples.jsonl")[-1]
-    copies = [last | {"sample": 0, "step": 8, "problem": 0, "completion": text, "advantage": advantage}
-              for text, advantage in (("a b", 0.0), ("a c", 1.0), ("a d", 1.0), ("a d", 1.0))]  # fmt: skip
+    copies = [last | {"sample": 0, "step": 8, "problem": 0, "completion": "a d"} for _ in range(3)]
     (run / "samples.jsonl").write_text("".join(json.dumps(copy) + "\n" for copy in copies))
     (file,) = (run / "tokens.parquet").glob("step-*8.parquet")
-    rows = [{"step": step, "problem": 0, "sample": 0, "position": i, "text": text, "advantage": 1.0, "logprob": -step}
-            for step, last in ((6, " d"), (7, " d"), (8, " c")) for i, text in enumerate(("a", last))]  # fmt: skip
-    pd.DataFrame(rows).to_parquet(file)
-    data = data_of(make_page([run]))
-    assert [(one["text"], one["recorded"]["visits"][0]["step"]) for _, one in recorded(data)] == [
-        ("a c", 8),
-        ("a d", 6),
-        ("a d", 7),
-    ]
+    rows = [{"step": step, "row": row, "problem": 0, "sample": 0, "position": i, "text": text, "logprob": -step}
+            for step, row in ((6, 2), (7, 1), (8, 2)) for i, text in enumerate("ad")]  # fmt: skip
+    table = pd.DataFrame(rows)
+    table.to_parquet(file)
+    groups = data_of(make_page([run]))["groups"]
+    visits = [[visit["step"] for visit in (one["recorded"] or {"visits": []})["visits"]]
+              for group in groups for one in group["completions"]]  # fmt: skip
+    assert visits == [[], [7], [6, 8]]
+    for damaged, reason in ((table.drop(columns="row"), "comes twice"), (table.assign(row=3), "lacks completions")):
+        damaged.to_parquet(file)
+        assert not recorded(data_of(make_page([run])))
+        assert reason in capsys.readouterr().err
 
 
 def test_the_tests_of_a_run_are_sorted_by_reward(runs):
