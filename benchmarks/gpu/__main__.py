@@ -1,9 +1,8 @@
-"""Everything that only a GPU can tell: correctness, speed, training, ranks, and a comparison with TRL and vLLM.
+"""Everything that only a GPU can tell: correctness, speed, ranks, and a comparison with TRL and vLLM.
 
     python -m benchmarks.gpu --minutes 8 --part decide          # which candidates pay; three times
     python -m benchmarks.gpu --minutes 9 --part correctness     # from the repository root
     python -m benchmarks.gpu --minutes 9 --part speed           # again, until it says that nothing is left
-    python -m benchmarks.gpu --part train --smollm2 FOLDER --data FOLDER
     python -m benchmarks.gpu --rehearse --part all              # all of it in small, on a CPU
 
 Nothing is downloaded. On the machine there must be:
@@ -12,8 +11,7 @@ Nothing is downloaded. On the machine there must be:
 * Python 3.11 or newer with the packages of constraints.txt, torch built for CUDA among them: an environment, or wheels
   of `pip download -c constraints.txt -d wheels .`, installed by `pip install --no-index --find-links wheels ...`.
   pspo itself need not be installed;
-* for `train`: --smollm2, SmolLM2-135M-Instruct's folder, and --data, with asdiv/ASDiv.xml and svamp/SVAMP.json in it
-  (results/smollm2/README.md says where the model comes from, and ASDiv; SVAMP.json: github.com/arkilpatel/SVAMP);
+* for one check of decoders: --smollm2, SmolLM2-135M-Instruct's folder (results/smollm2/README.md says where from);
 * for the comparisons: trl 1.16.0, and a vLLM that it supports; without, they are skipped.
 
 Writes results.json and results.md into --output after each measurement, and its log into logs/. What has values is
@@ -158,14 +156,11 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--part", choices=("decide", "correctness", "speed", "train", "fsdp", "vllm", "all"), default="all"
-    )
+    parser.add_argument("--part", choices=("decide", "correctness", "speed", "fsdp", "vllm", "all"), default="all")
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these measurements of the part alone")
     parser.add_argument("--output", type=Path, help="default: gpu-results, or gpu-rehearsal")
     parser.add_argument("--smollm2", type=Path, metavar="FOLDER")
-    parser.add_argument("--data", type=Path, metavar="FOLDER")
     parser.add_argument("--rehearse", action="store_true", help="tiny models on a CPU; its times mean nothing")
     given = parser.parse_args(args)
     began = time.monotonic()
@@ -174,7 +169,7 @@ def main(args: Sequence[str] | None = None) -> None:
     from benchmarks.gpu.parts import PARTS
 
     output = given.output or Path("gpu-rehearsal" if given.rehearse else "gpu-results")
-    options = Options(output.absolute(), given.rehearse, given.smollm2, given.data)
+    options = Options(output.absolute(), given.rehearse, given.smollm2)
     listed = [(part, m) for part in PARTS if given.part in (part, "all") for m in PARTS[part]]
     names = [measurement.name for _, measurement in listed]
     if unknown := {*(given.only or [])}.difference(names):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import pspo.model.logprobs
 import pspo.rollout.graphs
-from benchmarks.ablation import UNSHARED
+from benchmarks.gpu.common import UNSHARED
 from pspo.model.shared_prompts import CACHE_ARGUMENT, PassCache, body_states, to_model
 from pspo.rollout.drawing import RACE_MISS, sample_race
 from pspo.rollout.graphs import COLUMN_STEP, FixedLayer, GraphDecoder, round_rows

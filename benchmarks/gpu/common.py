@@ -4,13 +4,16 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+import pspo.update.learner
 from benchmarks.shapes import QWEN, Shape
 from benchmarks.workloads import shape_config
 from pspo.config import ModelConfig
@@ -27,6 +30,7 @@ TINY = Shape(32, 48, 2, 4, 2, 600, True, 8)  # in place of every shape in a rehe
 SHAPES = QWEN | {"135M": Shape(576, 1536, 30, 9, 3, 49152, True, 64, qkv_bias=False)}  # SmolLM2's config.json
 
 Rows = list[dict[str, Any]]
+UNSHARED = partial(mock.patch.object, pspo.update.learner, "shares_prompts", return_value=False)  # a prompt per row
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,6 @@ class Options:
     output: Path
     rehearse: bool = False
     smollm2: Path | None = None
-    data: Path | None = None
 
     @property
     def device(self) -> torch.device:
@@ -48,7 +51,7 @@ class Options:
     def lacks(self, needs: Sequence[str]) -> list[str]:
         """What of a measurement's needs is not there."""
         there: dict[str, Any] = {GPU: not self.rehearse}
-        there |= {f"--{name}": self.rehearse or getattr(self, name) for name in ("smollm2", "data")}
+        there["--smollm2"] = self.rehearse or self.smollm2
         return [need for need in needs if not (there[need] if need in there else find_spec(need))]
 
 

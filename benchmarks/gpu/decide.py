@@ -7,18 +7,15 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from benchmarks.gpu.candidates import DECODING, TRAINING, applied, compiled_draw, race_in_one_pass
-from benchmarks.gpu.common import GPU, GROUP, Measurement, Options, Rows, now, random_policy, row, timed, tiny_prompts
+from benchmarks.gpu.candidates import DECODING, TRAINING, applied
+from benchmarks.gpu.common import GPU, GROUP, Measurement, Options, Rows, now, random_policy, row, tiny_prompts
 from benchmarks.gpu.measurements import COUNTED, Load, learner_of, machine, random_rollout, steps
 from benchmarks.vs_trl import run_pspo
 from benchmarks.workloads import Workload, model_folder
 from pspo.config import ModelConfig
 from pspo.model import autocast, token_logprobs
 from pspo.rollout import Sampling, generate
-from pspo.rollout.drawing import draw_tokens, sample_race, score_tokens
 from pspo.rollout.graphs import GRAPH_DECODERS, GraphDecoder
 from pspo.update import update
 
@@ -112,50 +109,6 @@ def training(options: Options, load: Load, name: str) -> Rows:
     ]
 
 
-def captured(function: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The function as a CUDA graph, which the CPU does not hold up; as it is on a CPU."""
-    if device.type != "cuda":
-        return function
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
-
-
-def sampler_parts(options: Options, load: Load) -> Rows:
-    """Milliseconds of the parts of drawing a token for each row, each a CUDA graph, and of ways to draw it."""
-    shape = options.shape(load.size)
-    load = load.of(options)
-    device = options.device
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    torch.manual_seed(0)
-    logits = torch.randn(load.rows, shape.vocab, device=device, dtype=dtype)
-    sampling = Sampling([], 0, 0.6, TOP_P)
-    scores, _ = score_tokens(logits, sampling)
-    probs = scores.softmax(dim=1)
-    race = probs / torch.empty_like(probs).exponential_()
-    tokens = race.argmax(dim=1)
-    edge = probs.topk(16, dim=1).values[:, -1:]
-    parts: dict[str, Callable[[], Tensor]] = {
-        "logits in float32, at the temperature": lambda: score_tokens(logits, sampling)[0],
-        "softmax": lambda: scores.softmax(dim=1),
-        "exponential race": lambda: probs / torch.empty_like(probs).exponential_(),
-        "its first 15": lambda: race.topk(15, dim=1).indices,
-        "the likeliest token": lambda: probs.argmax(dim=1),
-        "the mass above a candidate, of 4": lambda: (probs * (probs > edge)).sum(dim=1),
-        "log-prob": lambda: cross_entropy(scores, tokens, reduction="none"),
-        "softmax and draw, now": lambda: draw_tokens(scores, 0.6, TOP_P),
-        "softmax and draw, compiled": partial(compiled_draw(sample_race), scores, 0.6, TOP_P),
-        "softmax and draw in one pass, compiled": partial(compiled_draw(race_in_one_pass), scores, 0.6, TOP_P),
-    }
-    return [row(what, 1e3 * timed(captured(part, device), device, 10)[0], "ms") for what, part in parts.items()]
-
-
 # ---------------------------------------------------------------- vLLM
 
 
@@ -243,7 +196,6 @@ DECIDE = [
     *(Measurement(f"vllm-alone-{load}", partial(vllm_alone, load=load), 150, ("vllm", GPU)) for load in (SMALL, WIDE)),
     Measurement(f"trl-vllm-{SMALL}", partial(steps, load=SMALL, vllm=True), 200, ("trl", "vllm", GPU)),
     Measurement(f"pushed-{SMALL}", partial(vllm_pushed, load=SMALL), 150, ("vllm", GPU)),
-    Measurement("sampler-parts", partial(sampler_parts, load=SMALL), 60),
     *(decode_with(name, SMALL, 60) for name in DECODING if name not in ("layers", "fused", "sampler", BOTH)),
     train_with("layers+graph", SMALL, 110),
     *(decode_with(name, LARGE, 70) for name in ("layers", "fused", "sampler")),

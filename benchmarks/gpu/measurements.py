@@ -1,7 +1,7 @@
 """Speed, whole steps and whole runs on a GPU.
 
 Decoding is set against the bandwidth floor, training against the matrix product peak, optimisations are switched off,
-whole steps stand beside TRL's, SmolLM2 trains on word problems, and all GPUs of the machine are ranks. Measurements
+whole steps stand beside TRL's, and all GPUs of the machine are ranks. Measurements
 that need a GPU differ from another one, which a rehearsal runs, by their arguments.
 """
 
@@ -17,9 +17,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.ablation import UNSHARED
-from benchmarks.gpu.common import GROUP, PEAKS, Options, Rows, operations, random_policy, row, timed, tiny_prompts
-from benchmarks.gpu.correctness import SHORT, torchrun
+from benchmarks.gpu.common import (
+    GROUP,
+    PEAKS,
+    UNSHARED,
+    Options,
+    Rows,
+    operations,
+    random_policy,
+    row,
+    timed,
+    tiny_prompts,
+)
+from benchmarks.gpu.correctness import torchrun
 from benchmarks.shapes import Shape
 from benchmarks.vs_trl import run_pspo, run_trl
 from benchmarks.workloads import Workload, model_folder
@@ -161,9 +171,8 @@ def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
     ]
 
 
-# Whole steps and runs
+# Whole steps
 
-HELD_OUT = 976  # problems of ASDiv and SVAMP
 PROMPT = 115  # tokens, about
 MICROBATCH = 16384  # tokens, of both sides
 COUNTED = 2  # rollouts after the warm-up
@@ -194,25 +203,6 @@ def steps(options: Options, load: Load, vllm: bool = False) -> Rows:
         row("TRL / pspo", found["TRL"][0] / found["pspo"][0], least=goal),
         row("pspo, peak memory", found["pspo"][1], "GB"),
         row("TRL, peak memory of torch's tensors", found["TRL"][1], "GB"),
-    ]
-
-
-def word_problems(options: Options, surrogate: str, seed: int) -> Rows:
-    """Greedy accuracy on held-out problems before and after training; SIGTERM stops it, saved, to be resumed."""
-    output = options.output / "train" / f"{surrogate}-{seed}"
-    args = [*SHORT, "--run.max_steps=2", "--run.test_limit=8"]
-    if not options.rehearse:
-        args = [
-            f"--config={Path(__file__).with_name('word_problems.yaml')}", f"--data.path={options.data}",
-            f"--model.name_or_path={options.smollm2}", "--model.autocast=auto", "--rollout.decoder=graphs",
-            f"--run.test_limit={HELD_OUT}",
-        ]  # fmt: skip
-    main([*args, f"--algorithm.surrogate={surrogate}", f"--run.seed={seed}", f"--run.output_dir={output}"])
-    summary = read_json(output / "summary.json")
-    return [
-        *(row(f"accuracy {when}", 100 * summary[when]["accuracy"], "%") for when in ("before", "after")),
-        row("optimizer steps", summary["optimizer_steps"]),
-        row("all slices together", summary["seconds"], "s"),
     ]
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from benchmarks.gpu.common import GPU, Measurement
 from benchmarks.gpu.correctness import decoders, logprobs, ranks_on_one_gpu, ratios, resume, sampler
 from benchmarks.gpu.decide import DECIDE
-from benchmarks.gpu.measurements import OFF, Load, decode, machine, ranks, steps, train, word_problems
+from benchmarks.gpu.measurements import OFF, Load, decode, machine, ranks, steps, train
 
 LOADS = [
     *(Load(size, 128, 128) for size in ("0.5B", "1.5B", "135M")),
@@ -53,12 +53,6 @@ PARTS = {
         *(Measurement(f"train-{BASE}-{name}", partial(train, load=BASE, **how), 90, NEEDS.get(name, ()))
           for name, how in VARIANTS.items()),
         *(measurement for load in LOADS[1:] for measurement in of_load(load)),
-    ],
-    "train": [
-        Measurement(f"{loss}-{seed}", partial(word_problems, surrogate=loss, seed=seed), 90,
-                    ("--smollm2", "--data", *([GPU] if seed else [])))
-        for seed in range(3)
-        for loss in ("PSPO", "Clip", "NoClip")
     ],
     "fsdp": [
         *(Measurement(f"two-ranks-{strategy}", partial(ranks_on_one_gpu, strategy=strategy, processes=2), 90)
