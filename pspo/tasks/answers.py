@@ -32,6 +32,7 @@ from typing import Literal
 TOLERANCE = Fraction(1, 10**6)  # |prediction - gold| up to this is correct (the paper's reward)
 MAX_DIGITS = 1000  # below Python's own limit of 4,300 for int(str), beyond which it raises
 MAX_EXPONENT_DIGITS = 4
+MAX_FORMULAS = 1000  # on a line; one with more has no value
 
 _DASHES = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
 # Parts of a number. `++`, `*+` and `(?>` never give a character back.
@@ -85,11 +86,22 @@ _MARKER = re.compile(r"(?<!#)####(?!#)")
 _EXCLAMATION = re.compile(  # that ends a sentence; a factorial's stands before what follows a number in a formula
     r"(####[^a-zA-Z\n]*+)|(?<=[0-9])!++(?! ?(?:[-+/^=<>0-9a-z\\(),.;:}\]$]|\*(?!\*)))"
 )
-_OPERAND = r"[$£€]?[0-9][0-9.,/]*+%?[ ]?(?:[a-z]{2,}+[ ]?)?+"  # 12 or $12 or 12 apples
-_EQUATION = re.compile(  # the left side of 12 + 30 = 42, and of each further `=`; begun at no later operand
-    rf"(?<![-+*×÷x0-9.,/$£€])(?<![-+*×÷x] )(?<!times)(?<!times )(?<!cdot)(?<!cdot ){_OPERAND}"
-    rf"(?:(?:[-+*×÷x]|\\times|\\cdot)[ ]?{_OPERAND})++=(?=[ ]?[-$£€]*+[.0-9])"
+# What makes a number a part of a formula, behind it and before it; bounded, as no match may take long.
+_OPERATOR = r"(?:[-+×÷·⋅±/]|(?<!\*)\*(?!\*)|(?<![a-z])x(?![a-z])|\\(?:times|cdot|div|pm)|plus|minus|times|divided by)"
+_DIGIT = r"[ ]{0,2}[-+]?[ ]?(?:\\?[$£€¥₹]|[({*]){0,3}(?:\.?[0-9]|\\[dt]?frac|\\?sqrt|√)"  # where an operand begins
+_VARIABLE = r"(?<![a-zA-Z\\])[b-hj-zB-HJ-Z](?![a-zA-Z])"  # neither `a` nor `I`, which are words
+_BEHIND = re.compile(
+    rf"""
+    [ ]?:[ ]?[0-9]  # 3:45
+    |\([0-9]  # 2(3 + 4)
+    |[xyzn](?![a-zA-Z])  # 3x
+    |[a-zA-Z](?:\^[0-9])?[ ]{{0,2}}=  # 3t = 12
+    |[)}}\]$%*\\]{{0,4}}[ ]{{0,2}}(?:{_OPERATOR}{_DIGIT}|(?!/){_OPERATOR}[ ]{{0,2}}{_VARIABLE})
+    |[)}}\]$%*\\]{{0,4}}(?:[ ]?[a-zA-Z]{{1,20}}(?:\^[0-9])?){{1,2}}[)}}\]$*]{{0,4}}[ ]{{0,2}}{_OPERATOR}{_DIGIT}
+    """,
+    re.VERBOSE,
 )
+_BEFORE = re.compile(rf"(?:[0-9)\]}}!]|{_VARIABLE})\$?[ ]{{0,2}}{_OPERATOR}[ ]{{0,2}}(?:\\?[$£€¥₹]|[({{*]){{0,3}}$")
 _REST_OF_LINE = re.compile(r"[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]*+")  # the line ends of str.splitlines
 
 Marker = Literal["last", "first"]
@@ -152,17 +164,41 @@ def _marked_lines(text: str, marker: Marker) -> list[str]:
     return lines if marker == "first" else lines[::-1]
 
 
+def _is_in_formula(text: str, match: re.Match[str]) -> bool:
+    """True for a number that is a part of arithmetic, an equation, a time or a ratio: 5 - 3, 3x = 12, 3:45."""
+    first = match.start() + len(match["sign"] or "")
+    return bool(_BEHIND.match(text, match.end()) or _BEFORE.search(text[max(0, first - 40) : first]))
+
+
+def _read_line(line: str) -> tuple[bool, Number | None]:
+    """True if a line has a number; and its value: the first number outside formulas, or behind the `=` of one."""
+    has_number = False
+    position = 0
+    for _ in range(MAX_FORMULAS):
+        match = next((match for match in _NUMBER.finditer(line, position) if _read(match) is not None), None)
+        if match is None:
+            return has_number, None
+        if not _is_in_formula(line, match):
+            return True, _read(match)
+        has_number = True
+        position = line.find("=", match.end()) + 1
+        if position == 0:
+            break
+    return True, None
+
+
 def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
     """Return the number that the completion gives as its answer, exact; None if it holds no number.
 
     It is the first number after the last (or first) marker `####` with a number on its line, of an equation such as
-    `6*7 = 42` its value; without such a marker, the last number of the whole completion. `#####` is no marker.
+    `6*7 = 42` its value; arithmetic without `=`, `3x` and `3:45` have none. Without such a marker it is the last number
+    of the whole completion. `#####` is no marker.
     """
     text = _prose(after_thoughts(completion))
     for line in _marked_lines(text, marker):
-        number = next(find_numbers(_EQUATION.sub("", line).strip()), None)
-        if number is not None:
-            return Fraction(number)
+        has_number, value = _read_line(line.strip())
+        if has_number:
+            return None if value is None else Fraction(value)
     starts = {match.group(): match.start() for match in _NUMBER.finditer(text)}  # the last of each spelling
     for start in sorted(starts.values(), reverse=True):
         number = _read(_NUMBER.match(text, start))
