@@ -44,14 +44,18 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 import pspo_bridge.trl
 from pspo.losses import (
+    ASPO,
+    CEGPPO,
     CISPO,
     DPPO,
+    DRO,
     GMPO,
     GSPO,
     P3O,
     PSPO,
     REINFORCE,
     SAPO,
+    SPO,
     TOPR,
     VESPO,
     Clip,
@@ -72,11 +76,12 @@ T = 12
 LIMIT = 16  # the configured completion limit
 BRIDGED = [
     PSPO(), NoClip(), Clip(), P3O(4.0, 0.1), SAPO(), TOPR(), REINFORCE(), CISPO(None, 0.2), GSPO(0.1, 0.2), GMPO(0.1),
-    VESPO(), DPPO(),
+    VESPO(), DPPO(), SPO(0.5), DRO(0.5), CEGPPO(0.1), ASPO(0.1),
 ]  # fmt: skip
 LENGTHS = torch.tensor([12, 1, 7, 9, 3, 0, 11, 5])[:, None]  # row 5: masked out
 REWARDS = [1.0, 0.05, 0.0, 0.0, 1.0, 1.0, 0.0, 0.05]
 CAP = 1.5
+FLOOR = 0.9  # of corrections whose name ends in it
 FORMAT = [0.5, -3.0, 0.5, 2.0, 0.5, 0.5, 0.5, 8.0]  # of a second reward function
 VOCABULARY = 97  # of the model
 TEMPERATURE = 0.6
@@ -122,6 +127,12 @@ def entropies(b: Batch) -> Tensor:
     return -b["new"].exp() * b["new"] - other * other.log()
 
 
+def split_floor(correction: str) -> tuple[str, float]:
+    """A mode and its floor, of "token_mask" or "token_mask, floor"."""
+    mode, has_floor, _ = correction.partition(", ")
+    return mode, FLOOR if has_floor else 0.0
+
+
 def ours(
     surrogate: Surrogate, how: str, beta: float = 0.0, correction: str = "none", scale: float = 1.0, kl: str = "k3",
     mask_off_policy: float | None = None, entropy_coef: float = 0.0,
@@ -130,7 +141,8 @@ def ours(
     if mask_off_policy is not None:
         terms.append(OffPolicyMask(mask_off_policy))
     if correction != "none":
-        terms.append(SamplerCorrection(correction, CAP))
+        mode, floor = split_floor(correction)
+        terms.append(SamplerCorrection(mode, CAP, floor))
     if beta:
         terms.append(KLPenalty(beta, kl))
     if entropy_coef:
@@ -194,8 +206,9 @@ def make_trainer(
     trainer.current_gradient_accumulation_steps = ROWS // microbatch
     trainer.model.train()
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = correction != "none"
-    trainer.vllm_importance_sampling_mode = correction
+    trainer.vllm_importance_sampling_mode, floor = split_floor(correction)
     trainer.vllm_importance_sampling_clip_max = CAP
+    trainer.vllm_importance_sampling_clip_min = floor or None
     return trainer
 
 
@@ -216,7 +229,6 @@ def trl(
 ) -> Loss:  # fmt: skip
     """``tokens``: of all minibatches of the rollout; ``surrogate``: through the bridge."""
     trainer = make_trainer(arguments, beta, correction, microbatch=microbatch, surrogate=surrogate)
-    trainer.vllm_importance_sampling_clip_min = None
     weights = None
     if correction != "none":
         everyone = {**BATCH, "mask": torch.arange(T) < LENGTHS.clamp(min=1)}  # TRL knows no empty completion
@@ -284,8 +296,9 @@ VERL_HOW = {"dapo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq
 
 
 def verl_weights(b: Batch, correction: str) -> Tensor:
-    level, _, constraint = correction.partition("_")
-    threshold = CAP if constraint == "truncate" else f"1e-30_{CAP}"
+    mode, floor = split_floor(correction)
+    level, _, constraint = mode.partition("_")
+    threshold = CAP if constraint == "truncate" else f"{floor or 1e-30}_{CAP}"
     return CORRECTIONS.compute_rollout_correction_weights(b["old"] - b["sampler"], b["mask"].float(), level, threshold)[
         0
     ]
@@ -344,7 +357,7 @@ def same() -> list[Case]:
              trl(0.1, loss_type="grpo", use_bias_correction_kl=False)),
         Case("Clip(0.2), unbiased_k3, beta 0.1", "grpo", "TRL", "use_bias_correction_kl=True",
              ours(clip, "grpo", 0.1, kl="unbiased_k3"), trl(0.1, loss_type="grpo")),
-        Case("Clip(0.2), mask_off_policy 0.05", "dapo", "TRL", "off_policy_mask_threshold=0.05",
+        Case("Clip(0.2), OffPolicyMask(0.05)", "dapo", "TRL", "off_policy_mask_threshold=0.05",
              ours(clip, "dapo", mask_off_policy=0.05), trl(loss_type="dapo", off_policy_mask_threshold=0.05)),
         Case("SAPO(1, 1.05)", "grpo", "TRL", "loss_type=sapo", ours(SAPO(1.0, 1.05), "grpo"), trl(loss_type="sapo")),
         Case("CISPO(None, 0.2)", "dapo", "TRL", "loss_type=cispo, epsilon_high=1.2", ours(CISPO(None, 0.2), "dapo"),
@@ -357,7 +370,8 @@ def same() -> list[Case]:
              trl(loss_type="gmpo", epsilon=0.1, epsilon_high=0.1), "a masked row adds -A there"),
         Case("VESPO()", "dapo", "TRL", "loss_type=vespo", ours(VESPO(), "dapo"), trl(loss_type="vespo")),
         *(Case(f"Clip(0.2), {mode}", "dapo", "TRL", f"vllm_importance_sampling_mode={mode}",
-               ours(clip, "dapo", correction=mode), trl(correction=mode, loss_type="dapo")) for mode in MODES),
+               ours(clip, "dapo", correction=mode), trl(correction=mode, loss_type="dapo"))
+          for mode in (*MODES, *(f"{mode}, floor 0.9" for mode in MODES))),
         Case("GSPO(0.1, 0.2), sequence_mask", "grpo", "TRL", "vllm_importance_sampling_mode=sequence_mask",
              ours(GSPO(0.1, 0.2), "grpo", correction="sequence_mask"),
              trl(correction="sequence_mask", loss_type="grpo", **sequence)),
@@ -389,6 +403,11 @@ def same() -> list[Case]:
                f"{'1.5' if mode.endswith('truncate') else '1e-30_1.5'}",
                ours(Clip(0.2, delta=3.0), "dapo", correction=mode), verl("vanilla", "dapo", correction=mode))
           for mode in MODES),
+        *(Case(f"Clip(0.2, delta=3), {level}_mask, floor 0.9", "dapo", "verl", f"rollout_is={level}, threshold 0.9_1.5",
+               ours(Clip(0.2, delta=3.0), "dapo", correction=f"{level}_mask, floor 0.9"),
+               verl("vanilla", "dapo", correction=f"{level}_mask, floor 0.9")) for level in ("token", "sequence")),
+        *(Case('DRO(0.5, "token")', how, "verl", f"dro, dro_beta=0.5, {VERL_HOW[how]}", ours(DRO(0.5, "token"), how),
+               verl("dro", how, policy_loss=types.SimpleNamespace(dro_beta=0.5))) for how in three),
     ]  # fmt: skip
     return cases
 
@@ -449,6 +468,10 @@ def namesakes() -> list[Namesake]:
                  (ours(DPPO(), "dr_grpo"), verl("dppo_tv", "dr_grpo", clip_ratio_c=1.3)),
                  "clip_ratio_c=1e4 there, `DPPO(epsilon=0.2)` here",
                  (ours(DPPO(epsilon=0.2), "dr_grpo"), verl("dppo_tv", "dr_grpo", clip_ratio_c=1e4))),
+        Namesake("DRO, verl", "a token's log-ratio in the penalty; Kimi k1.5's is the completion's",
+                 (ours(DRO(0.5), "dr_grpo"), verl("dro", "dr_grpo", policy_loss=types.SimpleNamespace(dro_beta=0.5))),
+                 '`DRO(0.5, "token")`', (ours(DRO(0.5, "token"), "dr_grpo"),
+                                         verl("dro", "dr_grpo", policy_loss=types.SimpleNamespace(dro_beta=0.5)))),
         Namesake("KL, TRL", "k3 times the ratio", (kl, trl(0.5, loss_type="grpo")), "use_bias_correction_kl=False",
                  (kl, trl(0.5, loss_type="grpo", use_bias_correction_kl=False))),
         Namesake("KL k1, verl", "k1's own gradient, which the reference does not enter; here k2's, the KL's",

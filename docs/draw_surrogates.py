@@ -1,6 +1,6 @@
-"""Draw the paper's Figure 1, and the losses of other papers, into docs/figures: ``python docs/draw_surrogates.py``.
+"""Draw the paper's Figure 1, and every loss's gradient weight, into docs/figures: ``python docs/draw_surrogates.py``.
 
-Surrogate and gradient over the importance ratio, by autograd.
+Over the importance ratio, by autograd.
 """
 
 from pathlib import Path
@@ -8,7 +8,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pspo.losses import CISPO, DPPO, GMPO, GSPO, P3O, PSPO, REINFORCE, SAPO, TOPR, VESPO, Clip, NoClip, Surrogate
+from pspo.losses import (
+    ASPO,
+    CEGPPO,
+    CISPO,
+    DPPO,
+    DRO,
+    GMPO,
+    GSPO,
+    P3O,
+    PSPO,
+    REINFORCE,
+    SAPO,
+    SPO,
+    TOPR,
+    VESPO,
+    Clip,
+    NoClip,
+    Surrogate,
+)  # fmt: skip
 from pspo_lab.figures import picture, styles
 
 FIGURE1 = {
@@ -19,15 +37,25 @@ FIGURE1 = {
     "SAPO, τ = 1 and 3": SAPO(tau_pos=1.0, tau_neg=3.0),
     "TOPR": TOPR(),
 }
-OTHERS = {
+WEIGHTS = {  # with numbers that show the form within the picture
+    "NoClip": NoClip(),
+    "PSPO, α = 0.4": PSPO(0.4),
+    "Clip, ε = 0.2": Clip(),
+    "P3O, τ = 4": P3O(),
+    "SAPO, τ = 1 and 3": SAPO(),
+    "TOPR": TOPR(),
     "REINFORCE": REINFORCE(),
-    "CISPO, ε_high = 0.5": CISPO(epsilon_high=0.5),
+    "CISPO, ε_high = 1": CISPO(epsilon_high=1.0),
     "GSPO, ε = 0.2": GSPO(0.2, 0.2),
     "GMPO, ε = 0.4": GMPO(),
     "VESPO": VESPO(),
     "DPPO, ε = 0.15": DPPO(),
+    "SPO, ε = 0.5": SPO(0.5),
+    "DRO, τ = 0.5": DRO(0.5),
+    "CEGPPO, ε = 0.2": CEGPPO(),
+    "ASPO, ε = 0.2, δ = 3": ASPO(),
 }
-STYLES = styles({type(loss).__name__: type(loss).__name__ for loss in [*FIGURE1.values(), *OTHERS.values()]})
+STYLES = styles({type(loss).__name__: type(loss).__name__ for loss in WEIGHTS.values()})
 
 
 def surrogate_and_slope(
@@ -55,12 +83,8 @@ def surrogate_and_slope(
     return objective[1:] - objective[0] + advantage, weights[1:, 0] / ratio
 
 
-def draw_surrogates(folder: Path) -> list[Path]:
-    """Draw surrogates.svg, the paper's Figure 1, and others.svg."""
-    return [_draw(FIGURE1, folder / "surrogates.svg"), _draw(OTHERS, folder / "others.svg", old_prob=0.5)]
-
-
-def _draw(surrogates: dict[str, Surrogate], path: Path, old_prob: float = 1.0) -> Path:
+def draw_surrogates(path: Path) -> None:
+    """Draw the paper's Figure 1: J and dJ/dr of its six surrogates, for both signs of A."""
     ratio = torch.arange(0.0025, 2, 0.005, dtype=torch.float64)  # none of them on a kink
     with picture(path, 8.8, 4.6, "importance ratio r") as figure:
         for column, advantage in enumerate((1.0, -1.0)):
@@ -69,15 +93,35 @@ def _draw(surrogates: dict[str, Surrogate], path: Path, old_prob: float = 1.0) -
             for row, (name, ylim) in enumerate(zip(names, limits, strict=True)):
                 axes = figure.add_subplot(2, 2, 1 + column + 2 * row, xlim=(0, 2), ylim=ylim)
                 axes.set(title=f"{name}, A = {advantage:g}")
-                for label, surrogate in surrogates.items():
+                for label, surrogate in FIGURE1.items():
                     style = STYLES[type(surrogate).__name__]
-                    curve = surrogate_and_slope(surrogate, ratio, advantage, old_prob)[row]
-                    axes.plot(ratio, curve, label=label, **style)
+                    axes.plot(ratio, surrogate_and_slope(surrogate, ratio, advantage)[row], label=label, **style)
                 if advantage < 0:
                     handles = sorted(axes.get_lines(), key=lambda line: -line.get_ydata()[-1])
                     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1, 0.5))
-    return path
+
+
+def draw_weights(path: Path) -> None:
+    """Draw each loss's gradient weight, (dJ/dlogprob) / A, for both signs of A; dotted that of NoClip, r."""
+    ratio = torch.arange(0.0025, 3, 0.005, dtype=torch.float64)
+    with picture(path, 8.8, 7.6, "importance ratio r, of a completion of one token that had probability 0.3") as figure:
+        for i, (label, surrogate) in enumerate(WEIGHTS.items()):
+            axes = figure.add_subplot(4, 4, i + 1, xlim=(0, 3), ylim=(-1.1, 3.1))
+            axes.set(title=label)
+            if i % 4 == 0:
+                axes.set(ylabel="gradient weight")
+            axes.axhline(0, color="#7d7d7d", linewidth=0.6)
+            axes.plot(ratio, ratio, ":", color="#7d7d7d")
+            for advantage, dashes in ((1.0, "-"), (-1.0, "--")):
+                weight = surrogate_and_slope(surrogate, ratio, advantage, old_prob=0.3)[1] * ratio / advantage
+                axes.plot(
+                    ratio, weight, dashes, color="#0072B2" if advantage > 0 else "#B2182B", label=f"A = {advantage:g}"
+                )
+            if i == 0:
+                axes.legend(loc="lower right")
 
 
 if __name__ == "__main__":
-    draw_surrogates(Path(__file__).parent / "figures")
+    figures = Path(__file__).parent / "figures"
+    draw_surrogates(figures / "surrogates.svg")
+    draw_weights(figures / "weights.svg")

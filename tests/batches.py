@@ -5,29 +5,12 @@ from types import SimpleNamespace
 
 import torch
 
-from pspo.losses import (
-    ASPO,
-    CEGPPO,
-    CISPO,
-    DPPO,
-    DRO,
-    GMPO,
-    GSPO,
-    P3O,
-    PSPO,
-    REINFORCE,
-    SAPO,
-    SPO,
-    TOPR,
-    VESPO,
-    Clip,
-    NoClip,
-)  # fmt: skip
+from pspo import losses as L
 
 SURROGATES = [  # with parameters that a few steps are enough to tell apart
-    Clip(), NoClip(), PSPO(0.3), P3O(), SAPO(), TOPR(),
-    REINFORCE(), CISPO(epsilon_high=0.1), GSPO(0.1, 0.2), GMPO(0.2), VESPO(), DPPO(epsilon=0.02),
-    SPO(), DRO(1.0), CEGPPO(0.01), ASPO(0.01),
+    L.Clip(), L.NoClip(), L.PSPO(0.3), L.P3O(), L.SAPO(), L.TOPR(),
+    L.REINFORCE(), L.CISPO(epsilon_high=0.1), L.GSPO(0.1, 0.2), L.GMPO(0.2), L.VESPO(), L.DPPO(epsilon=0.02),
+    L.SPO(), L.DRO(1.0), L.CEGPPO(0.01), L.ASPO(0.01),
 ]  # fmt: skip
 AGGREGATIONS = ["dapo", "grpo", "dr_grpo"]
 PAIRS = [*zip(SURROGATES, 6 * AGGREGATIONS, strict=False)]  # every surrogate with one aggregation

@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+import runpy
 from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -150,6 +153,48 @@ def test_aggregates_worked_by_hand(how, expected):
     per_token_loss = torch.tensor([[1.0, 2, 3], [9, 100, 100], [100, 100, 100]])
     mask = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
     assert aggregate(per_token_loss, mask, how, Counts(4, 3, 20)).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory) -> SimpleNamespace:
+    page = (Path(__file__).parents[1] / "docs/methods/recipes.md").read_text(encoding="utf-8")
+    path = tmp_path_factory.mktemp("recipes") / "recipes.py"
+    path.write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    return SimpleNamespace(**runpy.run_path(str(path)))
+
+
+@pytest.mark.parametrize("recipe", ["PromptMean", "DeltaL"])
+def test_recipes_weigh_tokens_as_their_sources_do(recipes, recipe):
+    per_token_loss, _, _, mask = random_batch([6, 1, 3, 4])  # two groups of two
+    lengths = mask.sum(dim=1)
+    rewards = torch.tensor([1.0, 0.0, 0.2, 1.0])
+    arguments = {"limit": 10} if recipe == "PromptMean" else {"alpha": 0.5}
+    advantages = getattr(recipes, recipe)(**arguments)(rewards, 2, lengths)
+    actual = aggregate(-advantages[:, None] * per_token_loss, mask, "dr_grpo", Counts(14, 4, 10)).item()
+    A = [0.5, -0.5, -0.4, 0.4]
+    rows = [-a * loss[keep].sum().item() for a, loss, keep in zip(A, per_token_loss, mask, strict=True)]
+    if recipe == "PromptMean":
+        expected = ((rows[0] + rows[1]) / 7 + (rows[2] + rows[3]) / 7) / 2
+    else:  # sum_i x_i g_i with x_i = L_i^-alpha / sum_j L_j^-alpha, up to the source's constant 1 / M
+        weights = [n**-0.5 for n in (6, 1, 3, 4)]
+        expected = sum(w * row for w, row in zip(weights, rows, strict=True)) / sum(weights) / 10
+    assert actual == pytest.approx(expected, rel=1e-6)
+
+
+def test_recipes_filter_by_difficulty_and_adapt_the_entropy_bonus(recipes):
+    rewards = torch.tensor([1.0, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0])
+    assert recipes.OfMediumDifficulty(0.3, 0.7)(rewards, 4).tolist() == [0] * 4 + [0.5, 0.5, -0.5, -0.5] + [0] * 4
+    term = recipes.AdaptiveEntropy(target=0.5, delta=0.1)
+    coefs = []
+    for step, entropy in enumerate([0.2, 0.4, 0.6, 0.6, 0.1]):
+        x = LossInputs(*random_batch([3, 2]), entropies=torch.full((2, 3), entropy), step=step)
+        losses = term(torch.zeros(2, 3), x)
+        assert torch.equal(losses, -term.coef * x.entropies)
+        coefs.append(term.coef)
+        resumed = recipes.AdaptiveEntropy(target=0.5, delta=0.1)
+        resumed.load_state_dict(term.state_dict())
+        term = resumed
+    assert coefs == pytest.approx([0.0, 0.1, 0.2, 0.1, 0.0])
 
 
 def test_a_subclass_of_a_term_does_not_inherit_that_it_is_silent_at_zero_advantage():
