@@ -19,7 +19,7 @@ from transformers import Qwen2ForCausalLM
 import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.losses import NoClip, Surrogate
-from pspo.rollout import Sampler
+from pspo.rollout import PolicySampler
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import checkpoints
 from pspo.run.validator import Validator
@@ -250,7 +250,7 @@ DRAWING = {  # what is being drawn at the signal: by what call of a function, th
     "last test": (Validator, "test", 2, (), ["step-000006", "step-000004"]),
     "test of the best": (Validator, "test", 3, MODES["lora"], ["step-000006", "step-000004"]),  # its adapters
     "lag fills": (pspo.train, "draw", 2, MODES["lag"], []),
-    "resampled": (Sampler, "draw", 6, (*MODES["resampled"], "--reward.functions=[MathReward]"), []),
+    "resampled": (PolicySampler, "draw", 6, (*MODES["resampled"], "--reward.functions=[MathReward]"), []),
     "environment": (pspo.train, "draw", 2, MODES["environment"], ["step-000002"]),
 }  # fmt: skip
 
