@@ -268,7 +268,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write every rank's shards as safetensors files; raises RuntimeError if a rank cannot."""
+    """Write every rank's shards as safetensors files; raises OSError or RuntimeError if a rank cannot."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
@@ -278,7 +278,7 @@ def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read what `save_shards` wrote, on any number of ranks; raises RuntimeError if that fails."""
+    """Read what `save_shards` wrote, on any number of ranks; raises OSError or RuntimeError if that fails."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -305,11 +305,12 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 @contextlib.contextmanager
 def checkpoint_errors() -> Iterator[None]:
-    """Turn PyTorch's error, which is no Exception, into a RuntimeError with the first rank's reason in one line."""
+    """Turn PyTorch's error, which is no Exception, into an OSError or RuntimeError with the first rank's reason."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
     except CheckpointException as error:
         reason, _ = next(iter(error.failures.values()))
-        raise RuntimeError(" ".join(str(reason).split())) from reason
+        kind = OSError if isinstance(reason, OSError) else RuntimeError
+        raise kind(" ".join(str(reason).split())) from reason

@@ -2,12 +2,16 @@
 
 import importlib.util
 import json
+import os
+import random
 import re
 import runpy
 import shlex
 import shutil
+import sys
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +27,7 @@ from pspo import train
 from pspo.cli.files import read_config, read_json, read_jsonl
 from pspo.cli.python import config_from_python
 from pspo.config import DataConfig, RunConfig, TrainConfig
+from pspo.errors import RunFailed
 from pspo.losses import GSPO, PSPO, Clip, Surrogate
 from pspo.model import ASSETS, default_max_rows
 from pspo.rollout import Sampling
@@ -231,6 +236,56 @@ def test_wrong_settings_raise(here, call, message):
     with pytest.raises(ValueError, match=message):
         train(**call)
     assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("package", "call"),
+    [("peft", {"model": {"lora": {"rank": 2}}}), ("trackio", {"run": {"tracker": "trackio"}})],
+)
+def test_a_missing_package_is_named_before_anything_is_written(here, monkeypatch, package, call):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=f"{package}.*pip install 'pspo"):
+        train(data=[{"prompt": "?", "answer": 1}], **call)
+    assert not list(here.iterdir())
+
+
+def process_state() -> dict[str, object]:
+    names = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TRANSFORMERS_SDPA_FORCE_GQA")
+    return {
+        "random": random.getstate(),
+        "numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002
+        "torch": torch.get_rng_state().tolist(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fills": torch.utils.deterministic.fill_uninitialized_memory,
+        "threads": torch.get_num_threads(),
+        "variables": [os.environ.get(name) for name in names],
+    }
+
+
+def fails(completions):
+    raise KeyError("no such key")
+
+
+def test_a_call_leaves_the_process_as_it_was(here, monkeypatch, request):
+    """Also one that fails. A small model computes by one thread."""
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    for name in ("OMP_NUM_THREADS", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("TRANSFORMERS_SDPA_FORCE_GQA", raising=False)
+    within = []
+    before = process_state()
+    call = {"data": {"limit": 40}, "rollout": SWITCHES}
+    train(run=RUN | {"max_steps": 2}, on_rollout=lambda *_: within.append(process_state()), **call)
+    assert process_state() == before
+    with pytest.raises(RunFailed):
+        train(run=RUN, reward=fails, **call)
+    assert process_state() == before
+    assert not [name for name in before if within[0][name] == before[name]]
+    assert within[0]["threads"] == 1
 
 
 def test_sampling_has_the_commands_defaults(tiny_model):

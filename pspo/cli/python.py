@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from itertools import count
@@ -25,10 +25,13 @@ from pspo.tasks.files import table_records
 EXACT = (Fraction, Decimal)  # answers that are written as text
 
 
-def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple[TrainConfig, Settings]:
+def config_from_python(
+    file: str | Path | None = None, check: Callable[[TrainConfig], None] = lambda config: None, **sections: Any
+) -> tuple[TrainConfig, Settings]:
     """The configuration of `pspo.train`'s arguments, and its settings, as `pspo.cli.parse.parse` returns them.
 
-    The arguments override the YAML file. Problems among them are written into the run's folder.
+    The arguments override the YAML file. Problems among them are written into the run's folder, once the configuration
+    has passed ``check``.
     """
     words = [] if file is None else ["--config", str(file)]
     settings = {name: section_settings(name, section) for name, section in sections.items()}
@@ -48,7 +51,8 @@ def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple
     data["name"] = "file"
     run = settings.setdefault("run", {})
     data.setdefault("path", "<problems>")  # until they are written
-    config, _ = make_config(TrainConfig, "pspo.train", words, plain_setting(settings))  # before anything is written
+    config, _ = make_config(TrainConfig, "pspo.train", words, plain_setting(settings))
+    check(config)
     dist.init(config.distributed.strategy)
     run["output_dir"] = dist.run_on_main(lambda: config.run.output_dir or default_output(config))
     data["path"] = dist.run_on_main(lambda: write_problems(Path(run["output_dir"]), problems))

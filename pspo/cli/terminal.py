@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 SECONDS = (10.0, 300.0)  # between two lines, at the beginning and at most; in between a twentieth of the time so far
-FORMAT = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}"
+FORMAT = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}"
 
 
 def one_line(text: str) -> str:
@@ -58,28 +58,32 @@ def print_timed(text: str, quiet: bool = False) -> None:
 
 
 class Bar(tqdm):
-    """Progress bar on a terminal, with lines of history above it; elsewhere the lines alone."""
+    """Progress bar on a terminal, with lines of history above it; elsewhere the lines alone.
+
+    Times are of a clock that is never set back; tqdm's own are not shown.
+    """
 
     def __init__(self, *args: Any, quiet: bool = False, **options: Any) -> None:
         self.quiet = quiet
         self.name = options.get("desc")
         self.first = options.get("initial", 0)
-        self.started = time.monotonic()
-        self.printed = 0.0  # seconds after the start
+        self.restart_clock()
         is_disabled = quiet or not sys.stderr.isatty()
         super().__init__(*args, disable=is_disabled, dynamic_ncols=True, bar_format=FORMAT, **options)
 
+    def restart_clock(self) -> None:
+        """Measure speed, and the time that is left, from now on."""
+        self.started = time.monotonic()
+        self.printed = 0.0  # seconds after the start
+
     def advance(self, n: int = 1, status: str = "", always: bool = False) -> None:
         """Count ``n`` more; show ``status`` in a line if one is due, or ``always``, its first part next to a bar."""
+        self.n += n
         seconds = time.monotonic() - self.started
-        times = ""  # a bar has its own
-        if self.disable:
-            self.n += n
-            left = seconds / max(self.n - self.first, 1) * (self.total - self.n)  # at the speed so far
-            times = f"{self.format_interval(seconds)} elapsed, {self.format_interval(left)} left"
-        else:
-            self.set_postfix_str(status.partition("  ")[0], refresh=False)
-            self.update(n)
+        left = seconds / max(self.n - self.first, 1) * (self.total - self.n)  # at the speed so far
+        times = f"{self.format_interval(seconds)} elapsed, {self.format_interval(left)} left"
+        parts = [times, status.partition("  ")[0]]
+        self.set_postfix_str(", ".join(part for part in parts if part))
         shortest, longest = SECONDS
         if always or seconds - self.printed >= min(max(shortest, seconds / 20), longest):
             self.printed = seconds

@@ -28,6 +28,7 @@ from pspo.errors import UserCodeFailed
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.statistics import as_text, measure_name, table
 from pspo.model import load_policy, load_tokenizer
+from pspo.model.device import choose_threads
 from pspo.model.find import check_token_ids, load_model_config, room_for_prompts, token_ids
 from pspo.rollout import How, PolicySampler, Prompts, Sampler, load_prompts, make_sampling
 from pspo.rollout.prompts import completion_columns
@@ -55,6 +56,7 @@ def load_evaluation(
     check_token_ids(load_model_config(config.model), tokenizer, prompts.ids)
     check_rewards(config.reward.functions, prompts.problems)
     policy = load_policy(config.model, device)
+    choose_threads(policy)
     rollout = RolloutConfig(
         max_completion_tokens=config.eval.max_completion_tokens,
         stop_tokens=config.eval.stop_tokens,

@@ -1,6 +1,7 @@
-"""The device: the dtype of passes on it, how many rows and tokens fit its memory, and errors when they do not."""
+"""The device: threads and dtype of passes on it, how many rows and tokens fit its memory, errors when they do not."""
 
 import math
+import os
 import resource
 import sys
 
@@ -14,6 +15,31 @@ GIB = 2**30
 MICROBATCH_TOKENS = 4096  # on a CPU
 MAX_ROWS = 256
 GPU_BYTES_PER_ROW = 2**27
+ONE_THREAD_PARAMETERS = 2**21
+VARIABLES = {  # of the environment, which libraries read for passes on a CPU
+    "TRANSFORMERS_SDPA_FORCE_GQA": "1",  # else keys and values are copied for every query head
+    # oneDNN and PyTorch cache primitives of 1,024 shapes each, hundreds of MB for rows of all lengths; a pass with LoRA
+    # needs some 30. Both read these at first use.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48",
+    "LRU_CACHE_CAPACITY": "48",
+}
+
+
+def set_variables() -> None:
+    """Set `VARIABLES`, except those that a user has set."""
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+
+
+def choose_threads(model: PreTrainedModel) -> None:
+    """Compute a small model on a CPU by one thread, unless OMP_NUM_THREADS is set.
+
+    Its passes are so short that several threads spend their time in waiting for each other, by spinning: where another
+    process wants the cores, the embedded models take three to ten times as long.
+    """
+    is_small = model.device.type == "cpu" and model.num_parameters() < ONE_THREAD_PARAMETERS
+    if is_small and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def casts_to_bf16(mode: str, device: torch.device) -> bool:

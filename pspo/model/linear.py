@@ -4,7 +4,6 @@ PyTorch multiplies float32 matrices by MKL, which uses AVX2 at most on other mak
 as fast as oneDNN. Same arithmetic, float32 throughout; the order of the sums differs.
 """
 
-import os
 from functools import cache, partial
 
 import torch
@@ -19,10 +18,6 @@ def use_onednn(model: nn.Module) -> None:
     on_gpu = next(model.parameters()).device.type == "cuda"
     if on_gpu or not has_avx512():
         return
-    # oneDNN and PyTorch cache primitives of 1,024 shapes each, hundreds of MB for rows of all lengths; a pass with LoRA
-    # needs some 30. Both read these variables at first use.
-    for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(capacity, "48")
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = partial(onednn_linear, module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from pspo.model.adapters import (
     is_quantized,
     save_adapters,
 )
-from pspo.model.device import casts_to_bf16
+from pspo.model.device import casts_to_bf16, set_variables
 from pspo.model.find import load_model_config, load_pretrained, resolve_adapters, set_dropout, stop_token_ids
 from pspo.model.linear import use_onednn
 
@@ -156,8 +155,8 @@ def prepare_policy(policy: PreTrainedModel, config: ModelConfig) -> None:
     if softcap and policy.config._attn_implementation == "sdpa":  # the default of transformers before 5.21
         raise ValueError("--model.attn_implementation sdpa leaves out the cap on attention's logits: set it to eager")
     policy.eval()
-    if policy.device.type == "cpu":  # by default transformers copies keys and values for every query head
-        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+    if policy.device.type == "cpu":
+        set_variables()
     use_onednn(policy)
     if config.has_adapters:
         from pspo.model.lora import fuse_adapters

@@ -11,11 +11,15 @@ from pspo.cli.parse import parse
 from pspo.cli.python import config_from_python
 from pspo.config import RunConfig, TrainConfig, require, switches_with
 from pspo.errors import RunFailed, Stopped
+from pspo.model.find import resolve_adapters
 from pspo.rollout import Experience
 from pspo.run.endings import exit_codes, save_at_end, user_errors
 from pspo.run.messages import print_header, print_warnings, summary_text
+from pspo.run.process import restore_at_end
 from pspo.run.resume import check_same, find_start, fork, resume
 from pspo.run.run import Run
+from pspo.run.trackers import check_tracker
+from pspo.update.optimizers import check_optimizer
 
 
 @exit_codes(
@@ -43,7 +47,7 @@ def train_from_python(
 ) -> dict[str, Any]:
     """Train by a YAML file and sections of the configuration over it; returns the summary."""
     try:
-        config, settings = config_from_python(file, **sections)
+        config, settings = config_from_python(file, check_packages, **sections)
         dist.init(config.distributed.strategy)
         summary = dist.run_on_main(lambda: print_if_finished(config.run, settings))
         if summary:
@@ -73,12 +77,21 @@ def print_if_finished(config: RunConfig, settings: Settings) -> dict[str, Any]:
     return summary
 
 
+def check_packages(config: TrainConfig) -> None:
+    """Raise ValueError, with the fix, for a package that the configuration needs and that cannot be imported."""
+    check_tracker(config.run.tracker)
+    check_optimizer(config.optimizer)
+    resolve_adapters(config.model)
+
+
 def prepare(config: TrainConfig, settings: Settings) -> Run:
     """Load everything, and make the run's folder or restore the run that it holds; ValueError for the user's errors.
 
     ``settings`` is the configuration for the folder.
     """
+    check_packages(config)  # before a folder is made
     with contextlib.ExitStack() as resources:  # released if the preparation fails
+        restore_at_end(resources, dist.local_device())
         dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
         start = dist.run_on_main(lambda: find_start(config, settings, resources))
         output = start.output

@@ -22,13 +22,17 @@ from pspo.cli.terminal import one_line
 from pspo.errors import RunFailed
 from pspo.model.load import write_model
 
+TORCH_WRITE_ERRORS = ("inline_container", "iostream")  # words of the RuntimeError of `torch.save` (2.13) on a full disk
+
 
 @contextlib.contextmanager
 def write_errors(path: Path) -> Iterator[None]:
     """Raise RunFailed if a file or folder cannot be written (disk full), and remove what is half there."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in TORCH_WRITE_ERRORS):
+            raise
         remove_leftovers(path.parent, path.name)
         free = shutil.disk_usage(path.parent if path.parent.exists() else Path()).free / 2**30
         raise RunFailed(f"cannot write {path} ({free:.2f} GiB free): {error}") from error

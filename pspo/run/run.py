@@ -15,7 +15,7 @@ from pspo.config import TrainConfig
 from pspo.environments import EnvironmentSampler
 from pspo.errors import Stopped
 from pspo.model import load_tokenizer
-from pspo.model.device import peak_memory_gb
+from pspo.model.device import choose_threads, peak_memory_gb
 from pspo.model.find import token_ids
 from pspo.rollout import Experience, How, PolicySampler, PromptStream, make_sampling
 from pspo.rollout.engine import find_engine, start_engine
@@ -28,13 +28,11 @@ from pspo.run.checkpointer import Checkpointer
 from pspo.run.endings import fail_together
 from pspo.run.folders import write_errors
 from pspo.run.recorder import Recorder
-from pspo.run.trackers import check_tracker
 from pspo.run.validator import Validator
 from pspo.signals import StopSignals
 from pspo.tasks.environment import load_class
 from pspo.tasks.failures import undo_changes
 from pspo.update.learner import make_learner
-from pspo.update.optimizers import check_optimizer
 
 
 class Run:
@@ -53,8 +51,6 @@ class Run:
 
     def __init__(self, config: TrainConfig, settings: Settings, output: Path, resources: contextlib.ExitStack) -> None:
         """Load data and model, and make the parts; what can be refused without the model is refused before it."""
-        check_tracker(config.run.tracker)
-        check_optimizer(config.optimizer)
         engine = None if config.rollout.engine is None else find_engine(config.rollout.engine)
         make_environment = load_class(config.rollout.environment, "rollout.environment")
         tokenizer = load_tokenizer(config.model, config.data)
@@ -74,6 +70,7 @@ class Run:
         with random_numbers(self.generators):
             self.learner = make_learner(config, device)
         policy = self.learner.policy
+        choose_threads(policy)
         sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
         check_decoding(policy, tokenizer, sampling, prompts["train"], config.model.autocast)
         self.how = How(sampling, policy if engine is None else None, self.generators)
@@ -85,7 +82,6 @@ class Run:
         if engine is not None:
             resources.callback(engine.close)
             if device.type == "cpu" and config.draws_ahead:  # during the update: more threads than cores stall
-                resources.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(max(1, torch.get_num_threads() // 2))
             engine_sampler = start_engine(engine, config, self.learner, self.sampler, prompts, self.how)
             self.sampler = engine_sampler
@@ -116,6 +112,7 @@ class Run:
         with self.phase("test"):
             self.validator.start()
         del self.recorder.seconds["test"]  # no part of a rollout
+        self.recorder.bar.restart_clock()
         if self.recorder.line:  # the validation of the last rollout was stopped, or a reward raised in it
             self.close_rollout()
 
