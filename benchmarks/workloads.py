@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from benchmarks.shapes import Shape
 from pspo.config import (
     SYSTEM_PROMPT,
     AlgorithmConfig,
@@ -44,6 +43,41 @@ CPU = torch.device("cpu")
 def checksum(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     """A reward that looks random, for completions of forced lengths; pspo and TRL call it alike."""
     return [sum(ids) % 97 / 97 for ids in completion_ids]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen2 or Llama: grouped-query attention, SwiGLU, RMSNorm. Counts elements, and bytes in bf16."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tied: bool
+    head_dim: int = 128
+    qkv_bias: bool = True
+
+    @property
+    def layer(self) -> int:
+        """Elements of a layer's matrices."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def head(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def matrices(self) -> int:
+        """Elements that a token is multiplied by; those of an untied input embedding are looked up."""
+        return self.layers * self.layer + self.head
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one token's keys and values in bf16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True)

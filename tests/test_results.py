@@ -1,7 +1,6 @@
 """Results pages: the numbers of their tables are those of the runs beside them."""
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -12,165 +11,138 @@ from scipy import optimize, stats
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def read_tables(page: str) -> dict[str, pd.DataFrame]:
-    """Tables of a page by the first word of their header; rows by their first cell."""
-    tables = {}
-    for block in re.findall(r"(?:^\|.*\n)+", (RESULTS / page).read_text(encoding="utf-8"), flags=re.MULTILINE):
-        header, _, *rows = ([cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines())
-        tables[header[0]] = pd.DataFrame(rows, columns=header).set_index(header[0])
-    return tables
+def read_table(page: str, first: str) -> pd.DataFrame:
+    """The table of a page whose header begins so; rows by their first cell."""
+    text = (RESULTS / page / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(rf"^\| {first}.*\n(?:\|.*\n)+", text, flags=re.MULTILINE)
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines())
+    return pd.DataFrame(rows, columns=header).set_index(header[0])
 
 
 def assert_shows(cell: str, *values: float) -> None:
-    """Every number in the cell is the value in its place, rounded."""
-    numbers = re.findall(r"[-+]?\d+(?:\.\d+)?(?:e-?\d+)?", cell)
+    """The numbers in the cell are these, rounded."""
+    numbers = re.findall(r"[-+]?\d+(?:\.\d+)?", cell)
     assert len(numbers) == len(values), cell
     for number, value in zip(numbers, values, strict=True):
-        decimals = len(number.partition(".")[2]) if "e" not in number else 9
-        assert abs(float(number) - value) <= 0.5001 * 10**-decimals, f"{cell}: {value}"
+        assert abs(float(number) - value) <= 0.5001 * 10 ** -len(number.partition(".")[2]), f"{cell}: {value}"
 
 
-def with_interval(values: pd.Series) -> tuple[float, float, float]:
-    """Mean, and the ends of Student's 95% interval."""
-    values = values.dropna()
-    half = stats.t.ppf(0.975, len(values) - 1) * values.sem()
-    return values.mean(), values.mean() - half, values.mean() + half
+def assert_column(cells: pd.Series, by_row: pd.DataFrame) -> None:
+    """Every cell shows the mean of its row's seeds, or the mean and Student's 95% interval, or nothing."""
+    for row, cell in cells[cells != ""].items():
+        values = by_row[row].dropna()
+        half = stats.t.ppf(0.975, len(values) - 1) * values.sem()
+        ends = (values.mean() - half, values.mean() + half) if "[" in cell else ()
+        assert_shows(cell, values.mean(), *ends)
 
 
-def detectable(differences: pd.Series) -> float:
-    """Smallest mean difference that a t-test at 5% finds with a power of 80%."""
-    n = len(differences)
-    limit = stats.t.ppf(0.975, n - 1)
-    return differences.sem() * optimize.brentq(lambda shift: stats.nct.sf(limit, n - 1, shift) - 0.8, 0, 10)
-
-
-def starred(differences: Iterable[pd.Series]) -> list[bool]:
+def starred(differences: list[pd.Series]) -> list[bool]:
     """Which means are not 0 at 5% by Holm's correction (1979) of t-tests."""
-    p = np.array([stats.ttest_1samp(of.dropna(), 0).pvalue if of.any() else 1.0 for of in differences])
+    p = np.array([stats.ttest_1samp(of, 0).pvalue if of.any() else 1.0 for of in differences])
     steps = np.maximum.accumulate((len(p) - np.arange(len(p))) * np.sort(p))
     return list(steps[p.argsort().argsort()] < 0.05)
 
 
 @pytest.mark.parametrize("model", ["tiny-base", "tiny-math"])
 def test_tuned_methods(model):
-    runs = pd.read_csv(RESULTS / "tiny-protocol/runs.csv")
-    accuracy = runs[runs["experiment"] == model].pivot(index="seed", columns="method", values="returned_accuracy")
-    table = read_tables("tiny-protocol/README.md")[model]
-    for row, cells in table.iterrows():
-        of_method = accuracy[row.partition(",")[0]]
-        assert_shows(cells["accuracy (%)"], *with_interval(of_method))
-        if cells["minus NoClip"]:
-            assert_shows(cells["minus NoClip"], *with_interval(of_method - accuracy["NoClip"]))
-    assert len(table) == accuracy.shape[1]
+    runs = pd.read_csv(RESULTS / "tiny-protocol/runs.csv").query("experiment == @model")
+    accuracy = runs.replace({"method": {"NoClip": "NoClip, 1 epoch"}}).pivot(
+        index="seed", columns="method", values="returned_accuracy"
+    )
+    table = read_table("tiny-protocol", model)
+    assert {*table.index} == {*accuracy}
+    assert_column(table["accuracy (%)"], accuracy)
+    assert_column(table["minus NoClip"], accuracy.sub(accuracy["NoClip, 1 epoch"], axis=0))
 
 
 def test_second_epoch():
-    runs = pd.read_csv(RESULTS / "tiny-control/runs.csv").set_index("seed")
-    table = read_tables("tiny-control/README.md")["learning rate 3e-5"]
-    columns = {
-        "minus NoClip, 2 epochs": (0.0, "validation"),
-        "accuracy minus": (0.0, "accuracy"),
-        "reward minus, norms clipped": (0.1, "validation"),
-    }
-
-    def select(experiment: str, row: str, clip: float) -> pd.DataFrame:
-        method, alpha, epochs = re.match(r"(\w+) ?([\d.]*), (\d) epoch", row).groups()
-        chosen = runs.query(f"experiment == @experiment and method == {method!r} and epochs == {epochs}")
-        return chosen.query("max_grad_norm == @clip" + (f" and alpha == {alpha}" if alpha else ""))
-
+    runs = pd.read_csv(RESULTS / "tiny-control/runs.csv").query("experiment != 'alpha'")
+    alpha = runs["alpha"].where(runs["method"] == "PSPO").map(" {}".format, na_action="ignore").fillna("")
+    epochs = runs["epochs"].map({1: ", 1 epoch", 2: ", 2 epochs"})
+    kind = runs["experiment"].map({"tokens": "", "path": ", twice the rate", "steps": ", twice the tokens"})
+    runs["row"] = runs["method"] + alpha + epochs + kind
+    values = runs.pivot(index="seed", columns=["max_grad_norm", "row"], values=["validation", "accuracy"])
+    values = values.sort_index(axis=1)
+    table = read_table("tiny-control", "learning rate 3e-5")
+    assert_column(table["reward"], values["validation", 0.0])
     differences = {}
-    for row, cells in table.iterrows():
-        experiment = {"twice the rate": "path", "twice the tokens": "steps"}.get(row.split(", ")[-1], "tokens")
-        base = "steps" if experiment == "steps" else "tokens"
-        assert_shows(cells["reward"], select(experiment, row, 0.0)["validation"].mean())
-        for column, (clip, measure) in columns.items():
-            if cells[column]:
-                base_values = select(base, "NoClip, 2 epochs", clip)[measure]
-                differences[row, column] = select(experiment, row, clip)[measure] - base_values
-    assert len(differences) == 18
-    for (place, values), star in zip(differences.items(), starred(differences.values()), strict=True):
-        assert_shows(table.loc[place], *with_interval(values))
-        assert table.loc[place].endswith("*") == star
+    measures = [("validation", 0.0), ("accuracy", 0.0), ("validation", 0.1)]
+    for column, measure in zip(table.columns[1:], measures, strict=True):
+        for row in table.index[1:]:
+            base = "NoClip, 2 epochs" + ", twice the tokens" * row.endswith("tokens")
+            differences[row, column] = values[measure][row] - values[measure][base]
+            assert_column(table.loc[[row], column], differences[row, column].to_frame(row))
+    stars = [table.loc[place].endswith("*") for place in differences]
+    assert stars == starred([*differences.values()])
 
 
 def test_decoupled_ratios():
     runs = pd.read_csv(RESULTS / "stale-rollouts/decoupled.csv")
     runs = runs[~runs["experiment"].str.endswith("-search")]
     name = runs["method"] + (" " + runs["epsilon"].astype(str)).where(runs["method"] == "Clip", "")
-    name += (runs["ratio_to"] == "proximal").map({True: ", decoupled", False: ""})
-    runs["name"] = name + (runs["lag"] == 0).map({True: ", on time", False: ""})
-    rewards = runs.pivot(index="seed", columns="name", values="validation")
-    table = read_tables("stale-rollouts/README.md")["96 rollouts"]
+    name += runs["ratio_to"].map({"proximal": ", decoupled"}).fillna("")
+    rewards = runs.assign(name=name + runs["lag"].map({0: ", on time"}).fillna(""))
+    rewards = rewards.pivot(index="seed", columns="name", values="validation")
+    table = read_table("stale-rollouts", "96 rollouts")
     assert {*table.index} == {*rewards}
-    for row, cells in table.iterrows():
-        assert_shows(cells["final reward"], rewards[row].mean())
-        if cells.iloc[2]:
-            assert_shows(cells.iloc[2], *with_interval(rewards["Clip 0.2, decoupled"] - rewards[row]))
-        if cells.iloc[3]:
-            assert_shows(cells.iloc[3], *with_interval(rewards["Clip 0.2, on time"] - rewards[row]))
+    assert_column(table["final reward"], rewards)
+    assert_column(table["decoupled Clip minus it"], -rewards.sub(rewards["Clip 0.2, decoupled"], axis=0))
+    assert_column(table["Clip on time minus it"], -rewards.sub(rewards["Clip 0.2, on time"], axis=0))
 
 
-def read_answers() -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The untrained model's answers by problem, and those of runs, with their arm."""
-    answers = pd.read_parquet(RESULTS / "smollm2/asdiv.parquet")
-    arm = answers["method"].mask(answers["epochs"] == 1, answers["method"] + ", 1 epoch")
-    answers["arm"] = arm.mask(answers["experiment"] == "smollm2-clip", "Clip, 1e-4")
-    return answers[answers["arm"].isna()].set_index("problem"), answers[answers["arm"].notna()]
+def with_arms(rows: pd.DataFrame) -> pd.DataFrame:
+    """SmolLM2's runs or answers with their arm; those of the untrained model have none."""
+    arm = rows["method"].mask(rows["epochs"] == 1, rows["method"] + ", 1 epoch")
+    return rows.assign(arm=arm.mask(rows["experiment"] == "smollm2-clip", "Clip, 1e-4"))
 
 
-def resampled(gains: np.ndarray) -> np.ndarray:
+@pytest.fixture(scope="module")
+def answers() -> pd.DataFrame:
+    return with_arms(pd.read_parquet(RESULTS / "smollm2/asdiv.parquet"))
+
+
+def resampled_ends(gains: np.ndarray) -> np.ndarray:
     """Ends of the 95% interval of the mean of gains (seeds, problems), both resampled."""
     rng = np.random.default_rng(0)
-    seeds, problems = gains.shape
-    means = [
-        gains[rng.integers(seeds, size=seeds)].mean(axis=0)[rng.integers(problems, size=problems)].mean()
-        for _ in range(4000)
-    ]
+    n, m = gains.shape
+    means = [gains[rng.integers(n, size=n)].mean(axis=0)[rng.integers(m, size=m)].mean() for _ in range(4000)]
     return np.quantile(means, [0.025, 0.975])
 
 
-def test_a_pretrained_model():
-    runs = pd.read_csv(RESULTS / "smollm2/runs.csv").query("experiment != 'smollm2-search'")
-    runs["arm"] = runs["method"].mask(runs["epochs"] == 1, runs["method"] + ", 1 epoch")
-    runs["arm"] = runs["arm"].mask(runs["experiment"] == "smollm2-clip", "Clip, 1e-4")
-    runs["capitals"] = runs["capitals_gold_anywhere"] - runs["untrained_capitals_gold_anywhere"]
-    by_arm = runs.pivot(index="seed", columns="arm", values=["asdiv_reward", "capitals", "lr"])
-    right = by_arm["asdiv_reward"]
-    untrained, trained = read_answers()
-    table = read_tables("smollm2/README.md")["arm"]
-    planned = table.index[:-1]
-    gains = [right[arm] - 100 * untrained["reward"].mean() for arm in planned]
-    gains += [right[arm] - right["NoClip"] for arm in planned if arm != "NoClip"]
-    stars = starred([*gains, right["PSPO, 1 epoch"] - right["PSPO"]])
-    for arm, star in zip(planned, stars, strict=False):
-        assert table.loc[arm, "gained"].endswith("*") == star
-    assert not any(stars[len(planned) :])
+def test_a_pretrained_model(answers):
+    table = read_table("smollm2", "arm")
+    right = answers.pivot_table(index="seed", columns="arm", values="reward") * 100
+    untrained = answers[answers["arm"].isna()].set_index("problem")["reward"]
+    differences = right.sub(right["NoClip"], axis=0)
+    assert_column(table["right"], right)
+    assert_column(table["minus NoClip"], differences)
+    runs = with_arms(pd.read_csv(RESULTS / "smollm2/runs.csv")).query("experiment != 'smollm2-search'")
+    runs["gain"] = runs["capitals_gold_anywhere"] - runs["untrained_capitals_gold_anywhere"]
+    assert_column(table["capitals"], runs.pivot(index="seed", columns="arm", values="gain"))
     for arm, cells in table.iterrows():
-        assert_shows(cells["rate"], by_arm["lr"][arm].iloc[0])
-        assert_shows(cells["right"], right[arm].mean())
         assert_shows(cells["lowest"], right[arm].min())
-        assert_shows(cells["capitals"], by_arm["capitals"][arm].mean())
-        by_problem = trained[trained["arm"] == arm].pivot(index="seed", columns="problem", values="reward")
-        gains = 100 * (by_problem - untrained["reward"]).to_numpy()
-        assert_shows(cells["gained"], gains.mean(), *resampled(gains))
-        if arm != "NoClip":
-            difference = right[arm] - right["NoClip"]
-            assert_shows(cells["minus NoClip"], *with_interval(difference))
-            assert_shows(cells["detects"], detectable(difference))
+        rewards = answers[answers["arm"] == arm].pivot(index="seed", columns="problem", values="reward")
+        gains = 100 * (rewards - untrained).to_numpy()
+        assert_shows(cells["gained"], gains.mean(), *resampled_ends(gains))
+        if arm != "NoClip":  # the t-test at 5% of five seeds with a power of 80%
+            shift = optimize.brentq(lambda shift: stats.nct.sf(stats.t.ppf(0.975, 4), 4, shift) - 0.8, 0, 10)
+            assert_shows(cells["detects"], shift * differences[arm].sem())
+    planned = [*table.index[:-1]]
+    stars = starred([*(right[arm] - 100 * untrained.mean() for arm in planned),
+                     *(differences[arm] for arm in planned[1:]), right["PSPO, 1 epoch"] - right["PSPO"]])  # fmt: skip
+    assert stars == [cell.endswith("*") for cell in table["gained"][planned]] + [False] * 7
 
 
-def test_how_a_pretrained_model_answers():
-    untrained, trained = read_answers()
-    trained = trained[trained["experiment"] == "smollm2"]
+def test_how_a_pretrained_model_answers(answers):
+    operator = answers["completion"].str.extract(r"\d *([-+*/])", expand=False)
+    is_addition = answers["category"].isin(["Addition", "Sum"])
+    answers = answers.assign(chosen=operator == np.where(is_addition, "+", "-"), is_addition=is_addition)
+    untrained = answers[answers["arm"].isna()].set_index("problem")
+    trained = answers[answers["experiment"] == "smollm2"].groupby("problem")[["reward", "chosen"]].mean()
     is_long = untrained["completion"].str.count(r"\d+(\.\d+)?") > 2
-    is_addition = untrained["category"].isin(["Addition", "Sum"])
-    for answers in (untrained, trained):
-        operator = answers["completion"].str.extract(r"\d *([-+*/])", expand=False)
-        answers["chosen"] = operator.eq("+").where(answers["category"].isin(["Addition", "Sum"]), operator.eq("-"))
-    by_problem = trained.groupby("problem")[["reward", "chosen"]].mean()
-    rows = [("reward", ~is_long), ("reward", is_long), ("chosen", is_addition), ("chosen", ~is_addition)]
-    table = read_tables("smollm2/README.md")["share in percent"]
-    for (row, cells), (measure, problems) in zip(table.iterrows(), rows, strict=True):
-        assert_shows(row, problems.sum())
-        assert_shows(cells["untrained"], 100 * untrained.loc[problems, measure].mean())
-        assert_shows(cells["trained"], 100 * by_problem.loc[problems, measure].mean())
+    is_addition = untrained["is_addition"]
+    kinds = [("reward", ~is_long), ("reward", is_long), ("chosen", is_addition), ("chosen", ~is_addition)]
+    for (row, cells), (measure, chosen) in zip(read_table("smollm2", "share").iterrows(), kinds, strict=True):
+        assert_shows(row, chosen.sum())
+        assert_shows(cells["untrained"], 100 * untrained.loc[chosen, measure].mean())
+        assert_shows(cells["trained"], 100 * trained.loc[chosen, measure].mean())

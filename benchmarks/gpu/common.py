@@ -14,8 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import pspo.update.learner
-from benchmarks.shapes import QWEN, Shape
-from benchmarks.workloads import shape_config
+from benchmarks.workloads import Shape, shape_config
 from pspo.config import ModelConfig
 from pspo.model import load_tokenizer
 from pspo.model.device import peak_memory_gb
@@ -27,7 +26,11 @@ GPU = "a GPU"
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # bf16 operations a second, dense: NVIDIA's data sheets
 GROUP = 4  # completions of a prompt
 TINY = Shape(32, 48, 2, 4, 2, 600, True, 8)  # in place of every shape in a rehearsal
-SHAPES = QWEN | {"135M": Shape(576, 1536, 30, 9, 3, 49152, True, 64, qkv_bias=False)}  # SmolLM2's config.json
+SHAPES = {  # of Qwen2.5 and SmolLM2, by their config.json
+    "0.5B": Shape(896, 4864, 24, 14, 2, 151936, True, 64),
+    "1.5B": Shape(1536, 8960, 28, 12, 2, 151936, True),
+    "135M": Shape(576, 1536, 30, 9, 3, 49152, True, 64, qkv_bias=False),
+}
 
 Rows = list[dict[str, Any]]
 UNSHARED = partial(mock.patch.object, pspo.update.learner, "shares_prompts", return_value=False)  # a prompt per row

@@ -30,9 +30,8 @@ from benchmarks.gpu.common import (
     tiny_prompts,
 )
 from benchmarks.gpu.correctness import torchrun
-from benchmarks.shapes import Shape
 from benchmarks.vs_trl import run_pspo, run_trl
-from benchmarks.workloads import Workload, model_folder
+from benchmarks.workloads import Shape, Workload, model_folder
 from pspo.cli.files import read_json, read_jsonl
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO
