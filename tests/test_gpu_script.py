@@ -22,10 +22,6 @@ def read(output: Path) -> dict[str, dict]:
     return json.loads((output / "results.json").read_text())
 
 
-def values(result: dict) -> dict[str, float]:
-    return {row["what"]: row["value"] for row in result["rows"]}
-
-
 @pytest.fixture
 def here(monkeypatch):
     """Runs the command in this process."""
@@ -107,14 +103,8 @@ def test_the_whole_rehearsal(tmp_path):
     assert all("a GPU" in why or "trl" in why for why in skipped.values())
     options = Options(tmp_path, rehearse=True)
     assert {*skipped} == {each.name for part in PARTS.values() for each in part if options.lacks(each.needs)}
-    equal = values(results["decoders"])
-    assert [equal[f"{decoder}: share of tokens equal to hf's"] for decoder in ("pspo", "graphs")] == [1.0, 1.0]
-    assert [*values(results["ratios"]).values()] == [1.0, 1.0, 1.0]
-    assert {"torch", "transformers"} <= {*results["decoders"]["environment"]["packages"]}
-    assert results["decoders"]["date"]
-    assert values(results["resume"]) == {"weights equal, bit for bit": True}
-    for name, most in (("ddp", 1e-6), ("fsdp2", 1e-4)):
-        assert max(values(results[name]).values()) < most
+    shares = [row["value"] for row in results["decoders"]["rows"] if "share of tokens" in row["what"]]
+    assert shares == [1.0, 1.0]
     exact = [*PARTS["correctness"], *PARTS["decide"]]
     rows = [row for measurement in exact for row in results[measurement.name].get("rows", []) if row["goal"]]
     assert all(row["ok"] for row in rows if row["what"] != "gain")
