@@ -18,6 +18,7 @@ from pspo import __version__
 from pspo.tasks.files import plain
 
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values
+Changes = dict[str, tuple[Any, Any]]  # values (old, new) by switch
 
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # which damaged content raises
 
@@ -33,7 +34,7 @@ def flat(config: Settings, prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def differences(old: Settings, new: Settings) -> dict[str, tuple[Any, Any]]:
+def differences(old: Settings, new: Settings) -> Changes:
     """By switch, the values (old, new) that differ between two nested configurations.
 
     A switch that ``old`` lacks is left out, because a later version added it, unless it is a class or its argument.

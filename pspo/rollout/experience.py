@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pspo.config import RolloutConfig
+from pspo.config import RolloutConfig, switches_with
 from pspo.rollout.engine import EngineSampler
 from pspo.rollout.prompts import PromptStream
 from pspo.rollout.sampler import How
@@ -127,6 +127,11 @@ class Delay:
             self.engine.collect()
             prefetched = self.engine.prefetched
         return {"waiting": list(self.waiting), "prefetched": prefetched}
+
+    def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any] | None:
+        """A parent's rollouts, if nothing has changed that may ask for different ones."""
+        harmless = switches_with("free") | switches_with("may grow") | {"run.fork_from"}
+        return None if changes.keys() - harmless else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.waiting = deque(state["waiting"])

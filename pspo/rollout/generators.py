@@ -79,6 +79,10 @@ class Generators:
             "max_rows": self.max_rows,
         }
 
+    def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any] | None:
+        """A parent's states, unless the seed is another, without the limit that its memory set."""
+        return None if "run.seed" in changes else state | {"max_rows": math.inf}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         random.setstate(state["python"])
         kind, keys, *position = state["numpy"]

@@ -203,5 +203,9 @@ class PromptStream:
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "fingerprint": self.fingerprint}
 
+    def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any] | None:
+        """A parent's position, if it is among the same problems."""
+        return None if "data problems" in changes else state
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seek(state["position"])

@@ -115,8 +115,12 @@ class Checkpointer:
                 states |= torch.load(file, map_location="cpu", weights_only=True)
         else:
             print(f"the checkpoint is from {ranks} ranks: other tokens are drawn from here on", file=sys.stderr)
-            self.parts["generators"].seed(self.config.run.seed, states["learner"]["steps"])
+            self.seed(states["learner"]["steps"])
         return states
+
+    def seed(self, steps: int) -> None:
+        """Seed the generators anew, differently after every number of steps."""
+        self.parts["generators"].seed(self.config.run.seed, steps)
 
     def load_weights(self, folder: Path) -> None:
         """Load a checkpoint's shards, adapters or whole weights; ValueError if they are not of this model."""

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.cli.files import Settings, append_jsonl, read_jsonl
+from pspo.cli.files import Changes, Settings, append_jsonl, read_jsonl
 from pspo.cli.terminal import Bar, print_timed
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
@@ -185,6 +185,10 @@ class Recorder:
 
     def state_dict(self) -> dict[str, Any]:
         return {name: copy(getattr(self, name)) for name in STATE} | {"elapsed": self.elapsed}
+
+    def fork_state(self, state: dict[str, Any], changes: Changes) -> dict[str, Any]:
+        """A parent's counts, without the line of a rollout that it was yet to validate."""
+        return state | {"line": {}, "samples": [], "steps": [], "seconds": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.began = time.perf_counter() - state["elapsed"]

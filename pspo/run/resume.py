@@ -5,7 +5,6 @@ Switches that change no number and an engine's arguments may differ in a resumed
 """
 
 import contextlib
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.python import default_output
 from pspo.config import TrainConfig, switches_with
-from pspo.model import has_adapters
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import (
     checkpoints,
@@ -150,34 +148,27 @@ def cut_back(checkpointer: Checkpointer) -> None:
 def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> None:
     """Start from another run's checkpoint, and save it as this run's first: it then needs its parent no more.
 
-    Its validations are its own; of the parent's parts it loads those that fit. ValueError if no step is left.
+    Each part says by ``fork_state(state, changes)`` what of the parent's state it loads; a user's loss keeps its state
+    if no switch of the losses has changed. Raises ValueError if no step is left, or the weights do not fit.
     """
     changes = files.differences(files.read_config(parent / "config.yaml"), settings)
-    alpha = changes.get("model.lora.alpha")
-    if alpha and has_adapters(checkpointer.learner.policy):  # which would count more or less
-        raise ValueError(f"the adapters of {parent} have --model.lora.alpha {alpha[0]:g}: fork with the same")
     states = checkpointer.load(parent)
-    left_out = {"validator"}
-    harmless = switches_with("free") | switches_with("may grow") | {"run.fork_from"}
-    if changes.keys() - harmless:  # which may ask for other rollouts than those that wait
-        left_out.add("delay")
-    del states["learner"]["microbatch_tokens"]  # these switches and this memory give its own
-    states.get("generators", {})["max_rows"] = math.inf
-    old_amsgrad, amsgrad = (bool(options.get("amsgrad")) for options in changes.get("optimizer.options", ({}, {})))
-    if changes.keys() & {"optimizer.name", "model.dtype"} or amsgrad != old_amsgrad:  # other moments
-        states["learner"]["optimizer"] = None
-    if states["stream"]["fingerprint"] != checkpointer.parts["stream"].fingerprint:
-        left_out |= {"stream", "delay"}
+    old_problems = states["stream"]["fingerprint"]
+    problems = checkpointer.parts["stream"].fingerprint
+    if old_problems != problems:
+        changes["data problems"] = (old_problems, problems)
     if "run.seed" in changes:
-        left_out.add("generators")
-        checkpointer.parts["generators"].seed(checkpointer.config.run.seed, states["learner"]["steps"])
-    if any(switch.startswith(("algorithm.surrogate", "algorithm.terms")) for switch in changes):
-        left_out |= {name for name in states if name.startswith("algorithm.")}
-    for name, state in states.items():
-        if name in checkpointer.parts and name not in left_out:
-            checkpointer.parts[name].load_state_dict(state)
+        checkpointer.seed(states["learner"]["steps"])
+    has_other_loss = any(switch.startswith(("algorithm.surrogate", "algorithm.terms")) for switch in changes)
+    for name, part in checkpointer.parts.items():
+        state = states.get(name)
+        if name.startswith("algorithm."):
+            state = None if has_other_loss else state
+        elif state is not None:
+            state = part.fork_state(state, changes)
+        if state is not None:
+            part.load_state_dict(state)
     recorder = checkpointer.recorder
-    recorder.clear_line()  # of a rollout that the parent was yet to validate
     if recorder.limit_reached:
         progress = f"{parent} has taken {checkpointer.learner.steps} steps, of {recorder.tokens:,} tokens"
         fix = "raise --run.max_steps or --run.max_tokens, which count from the parent's beginning"

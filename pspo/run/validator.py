@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 
 from pspo import distributed as dist
-from pspo.cli.files import to_jsonl, write_text
+from pspo.cli.files import Changes, to_jsonl, write_text
 from pspo.cli.terminal import print_timed
 from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import Evaluation, evaluate
@@ -148,6 +148,9 @@ class Validator:
 
     def state_dict(self) -> dict[str, Any]:
         return {"fingerprint": self.fingerprint, "before": self.before, "validations": dict(self.validations)}
+
+    def fork_state(self, state: dict[str, Any], changes: Changes) -> None:
+        """Nothing of a parent: a fork has its own validations."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.before = state["before"]

@@ -57,10 +57,24 @@ class Learner:
             "optimizer": None if self.is_sharded else self.optimizer.state_dict(),
         }
 
+    def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+        """What fits of a parent's state: other optimizers have other moments, this memory its own microbatches.
+
+        Raises ValueError for adapters that would count more or less.
+        """
+        alpha = changes.get("model.lora.alpha")
+        if alpha and has_adapters(self.policy):
+            raise ValueError(f"the parent's adapters have --model.lora.alpha {alpha[0]:g}: fork with the same")
+        old_options, options = changes.get("optimizer.options", ({}, {}))
+        is_amsgrad_same = bool(old_options.get("amsgrad")) == bool(options.get("amsgrad"))
+        has_same_moments = is_amsgrad_same and not changes.keys() & {"optimizer.name", "model.dtype"}
+        moments = state["optimizer"] if has_same_moments else None
+        return state | {"microbatch_tokens": self.microbatch_tokens, "optimizer": moments}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore everything but the weights; learning rate and other options stay as this optimizer was made."""
         self.steps = state["steps"]
-        self.microbatch_tokens = state.get("microbatch_tokens", self.microbatch_tokens)  # a fork leaves them out
+        self.microbatch_tokens = state["microbatch_tokens"]
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         if state["optimizer"] is not None:
             self.optimizer.load_state_dict(state["optimizer"])
