@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import datasets
+import numpy
 import pandas
 import pyarrow
 import pyarrow.parquet
@@ -18,7 +19,7 @@ from PIL import Image
 from pspo.cli.python import config_from_python
 from pspo.config import DataConfig
 from pspo.rollout import Prompts
-from pspo.tasks.datasets import SPLITS, load_problems
+from pspo.tasks.datasets import SPLITS, group_by_split, has_text_answers, load_problems, local_parts
 from pspo.tasks.problem import Problem, content_text
 from pspo.tasks.sources import ASDIV, GSM8K, parse_gold
 
@@ -149,10 +150,78 @@ def test_numbers_stay_exact(tmp_path):
     )
     values = [Fraction(1, 10), Fraction("0.1000000000000000000001"), Fraction(10**22)]
     assert answers(load_problems("file", "test", tmp_path / "own.jsonl")) == values
+    (tmp_path / "own.jsonl").write_text('{"prompt": 1, "answer": 1e3}\n{"prompt": 2, "answer": 1.50E+2}')
+    assert answers(load_problems("file", "test", tmp_path / "own.jsonl", answer_kind="text")) == ["1e3", "1.50E+2"]
     for golds in ([0.1, 1e22, 2.0], [Decimal("0.1"), Decimal("1e22"), Decimal("2")]):
         table = pyarrow.table({"prompt": ["a", "b", "c"], "answer": golds})
         pyarrow.parquet.write_table(table, tmp_path / "own.parquet")
         assert answers(load_problems("file", "test", tmp_path / "own.parquet")) == [Fraction(1, 10), 10**22, 2]
+
+
+@pytest.mark.parametrize("kind", [numpy.float16, numpy.float32])
+def test_a_narrow_float_is_its_shortest_decimal(tmp_path, kind):
+    golds = ["99.99", "1234.1", "123456.7"] if kind == numpy.float32 else ["0.1", "99.9", "-2.5"]
+    values = pyarrow.array([kind(gold) for gold in golds], pyarrow.from_numpy_dtype(kind))
+    lists = pyarrow.ListArray.from_arrays([0, 1, 2, 3], values)
+    columns = {"prompt": golds, "answer": values, "row": pyarrow.StructArray.from_arrays([lists], ["x"])}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "own.parquet")
+    problems = load_problems("file", "test", tmp_path / "own.parquet")
+    assert answers(problems) == [Fraction(gold) for gold in golds]
+    assert [problem.fields["row"] for problem in problems] == [{"x": [float(gold)]} for gold in golds]
+
+
+def test_a_folder_of_save_to_disk_is_read(tmp_path):
+    """Class labels are their names; JSON about the tables and caches of later operations are no problems."""
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "answer": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    rows = [{"prompt": f"{n}?", "answer": n % 2} for n in range(40)]
+    table = datasets.Dataset.from_list(rows, features=features)
+    golds = sorted(["no", "yes"] * 20)
+    table.save_to_disk(tmp_path / "one")
+    (tmp_path / "one/cache-1.arrow").write_bytes((tmp_path / "one/data-00000-of-00001.arrow").read_bytes())
+    assert sorted(answers(load_problems("file", "test", tmp_path / "one", answer_kind="text"))) == golds
+    datasets.DatasetDict(train=table, test=table.select([1, 3])).save_to_disk(tmp_path / "two")
+    assert answers(load_problems("file", "test", tmp_path / "two", answer_kind="text")) == ["yes", "yes"]
+    train, validation = (load_problems("file", split, tmp_path / "two", answer_kind="text") for split in SPLITS[:2])
+    assert sorted(answers(train + validation)) == golds
+    table.to_parquet(tmp_path / "own.parquet")
+    assert answers(load_problems("file", "test", tmp_path / "own.parquet", answer_kind="text")) == ["no", "yes"] * 20
+
+
+@pytest.mark.parametrize(
+    ("files", "train", "test"),
+    [
+        (("train_test_split/train.jsonl", "train_test_split/test.jsonl"), [0], [1]),  # the file's own name decides
+        (("train/a.jsonl", "train/sub/b.jsonl", "test/a.jsonl"), [0, 1], [2]),
+        (("training.jsonl", "testing.jsonl"), [0], [1]), (("pretrain.jsonl", "my-test.jsonl"), [0], [1]),
+        (("train.jsonl", "latest.jsonl", "contest.jsonl", "test.jsonl"), [0], [3]), (("train/test.jsonl",), [], [0]),
+    ],
+)  # fmt: skip
+def test_the_split_of_a_file_is_by_known_words(tmp_path, files, train, test):
+    for n, file in enumerate(files):
+        write_jsonl(tmp_path / file, numbered(1, start=n) * 2)
+    groups = group_by_split(local_parts(tmp_path), {})
+    found = {split: [record["answer"] for part in parts for record in part.records] for split, parts in groups.items()}
+    assert found == {split: sorted(ns * 2) for split, ns in (("train", train), ("test", test)) if ns}
+
+
+@pytest.mark.parametrize(("n_numbers", "kind"), [(3, "text"), (0, "text"), (197, None), (200, None), (60, "refused")])
+def test_the_many_decide_the_kind_of_answers(tmp_path, monkeypatch, n_numbers, kind):
+    rows = [{"prompt": f"{n}?", "answer": str(n) if n < n_numbers else "Paris"} for n in range(200)]
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    counts = f"{n_numbers} answers are numbers and {200 - n_numbers} are not: --data.answer_kind number"
+    if kind == "refused":
+        with pytest.raises(ValueError, match=counts):
+            has_text_answers(path, "answer")
+    else:
+        assert has_text_answers(path, "answer") == (kind == "text")
+    monkeypatch.setattr("datasets.load_dataset", lambda *where, revision: tables(test=rows))
+    if kind is None:  # of a set of the hub, too
+        assert len(load_problems("me/cities", "test")) == n_numbers
+    else:
+        with pytest.raises(ValueError, match=counts if n_numbers else "none of 200 test problems has a numeric answer"):
+            load_problems("me/cities", "test")
 
 
 def test_splits_of_a_folder(tmp_path):
@@ -429,9 +498,12 @@ def test_holdout_makes_train_validation_and_test_that_share_no_problem(tmp_path)
     assert {split: load_problems("file", split, renamed, holdout=0.3) for split in SPLITS} == parts
 
 
-def test_equal_prompts_are_on_one_side(tmp_path):
+def test_prompts_of_the_same_words_are_on_one_side(tmp_path):
     """200 rows of 40 problems: validation, too, takes whole groups of five."""
-    file = write_jsonl(tmp_path / "train.jsonl", numbered(40) * 5)
+    rows = numbered(40) * 2
+    for spelling in ("what is {}", "What  is {} ?", "WHAT IS {}!"):
+        rows += [{"prompt": spelling.format(n), "answer": n} for n in range(40)]
+    file = write_jsonl(tmp_path / "train.jsonl", rows)
     parts = [words(load_problems("file", split, file, holdout=0.2)) for split in SPLITS]
     assert sum(map(len, parts)) == len(set.union(*parts)) == 40
     assert len(load_problems("file", "validation", file)) == 10  # 5% of the rows, as where all prompts differ

@@ -80,6 +80,16 @@ ADDS_TEXTS = """{% for m in messages %}{{ '<|im_start|>' + m.role + (m.content o
 {{ [m.name, m.tool_call_id, m.reasoning_content] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}!{% endif %}"""
 
 
+def test_a_special_token_between_letters_is_text_where_it_must_stand_alone(tokenizer):
+    """No noncharacter that marks special tokens stays in a prompt."""
+    tokenizer.add_tokens([AddedToken("<|mask|>", single_word=True, special=True)], special_tokens=True)
+    mask, end = tokenizer.convert_tokens_to_ids(["<|mask|>", "<|im_end|>"])
+    tokenizer.chat_template = "x<|mask|>y <|mask|> {{ messages[0].content }}<|im_end|>"
+    (ids,) = encode_prompts(tokenizer, ["a<|mask|>b <|mask|> <|im_end|>"], "")
+    assert tokenizer.decode(ids) == "x<|mask|>y <|mask|> a<|mask|>b <|mask|> <|im_end|><|im_end|>"
+    assert (ids.count(mask), ids.count(end)) == (1, 1)
+
+
 @pytest.mark.parametrize("template", [TAKES_LISTS, ADDS_TEXTS, QWEN3.read_text()])
 @pytest.mark.parametrize(
     "chat",
@@ -96,8 +106,9 @@ def test_ids_of_a_chat_are_its_templates(tokenizer, template, chat):
     tokenizer.chat_template = template
     turns = []
     for turn in chat:
-        if template != TAKES_LISTS and isinstance(turn.get("content"), list):
-            turn = turn | {"content": "".join(part["text"] for part in turn["content"])}
+        if isinstance(turn.get("content"), list):  # Gemma 3's writes the first part of a system turn alone
+            text = "".join(part["text"] for part in turn["content"])
+            turn = turn | {"content": parts(text) if template == TAKES_LISTS else text}
         turns.append(turn)
     is_begun = chat[-1]["role"] == "assistant"
     expected = tokenizer.apply_chat_template(turns, add_generation_prompt=not is_begun, continue_final_message=is_begun)

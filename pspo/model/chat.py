@@ -47,11 +47,10 @@ def render_prompts(
         template = tokenizer.get_chat_template(tools=tools)
         if "strftime_now" in template:
             template = f"{clock_macro()}\n{template}"
-        takes_parts = PARTS.search(template)
+        takes_parts = PARTS.search(template) is not None
         texts = []
         for chat in chats:
-            if not takes_parts:
-                chat = [turn | {"content": content_text(turn)} if turn.get("content") else turn for turn in chat]
+            chat = [join_parts(turn, takes_parts) for turn in chat]
             is_begun = chat[-1]["role"] == "assistant"
             text = tokenizer.apply_chat_template(
                 chat,
@@ -66,6 +65,14 @@ def render_prompts(
     except Exception as error:  # a template is a program that comes with the model
         fix = "if it knows no system turn, set --data.system_prompt ''; --data.chat_template brings another template"
         raise ValueError(f"the chat template of {tokenizer.name_or_path} failed ({error}); {fix}") from error
+
+
+def join_parts(turn: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
+    """A turn whose content is one text, or one part: some templates write the first part alone."""
+    if not isinstance(turn.get("content"), list):
+        return turn
+    text = content_text(turn)
+    return turn | {"content": [{"type": "text", "text": text}] if takes_parts else text}
 
 
 @lru_cache
@@ -91,10 +98,14 @@ def mark_special_tokens(special: re.Pattern, value: Any) -> Any:
 
 
 def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
-    """Pattern of the special tokens' texts, of several at one place the longest, where they are not marked as text."""
-    texts = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    texts.sort(key=len, reverse=True)
-    return re.compile(f"(?:{'|'.join(map(re.escape, texts))})(?!{TEXT})" if texts else r"(?!)")
+    """Pattern of the special tokens' texts, of several at one place the longest, where they are not marked as text.
+
+    A token that is `single_word` is one between words alone.
+    """
+    tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+    tokens.sort(key=lambda token: len(str(token)), reverse=True)
+    words = (rf"(?<!\w){re.escape(str(t))}(?!\w)" if t.single_word else re.escape(str(t)) for t in tokens)
+    return re.compile(f"(?:{'|'.join(words)})(?!{TEXT})" if tokens else r"(?!)")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:

@@ -1,9 +1,9 @@
 """Load problems: from the Hugging Face hub, from local files, or generated.
 
-The split of a local file or a hub set's split is the one word of train, validation (valid, val, dev) or test in its
-name, for a file the path below the given folder. Those without such a word are test if no other has one, and ignored
-otherwise: nothing is trained on by accident. If no split is named validation, part of train is held out: all but 7,000
-of GSM8K, otherwise 5% and at most 500; equal prompts are on one side.
+The split of a local file or a hub set's split is the one word of `SPLIT_WORDS` in its name, for a file without one in
+the name of the nearest folder with one. Those without such a word are test if no other has one, and ignored otherwise:
+nothing is trained on by accident. If no split is named validation, part of train is held out: all but 7,000 of GSM8K,
+otherwise 5% and at most 500; prompts of the same words are on one side.
 """
 
 import hashlib
@@ -14,16 +14,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from pspo.tasks import files
 from pspo.tasks.arithmetic import SPLITS
 from pspo.tasks.problem import AnswerKind, Problem, content_text
-from pspo.tasks.sources import GENERATED, NAMES, Source, default_answer_kind, find_source, parse_gold
+from pspo.tasks.sources import GENERATED, NAMES, SOURCES, Source, default_answer_kind, find_source, parse_gold
 
-SPLIT_WORDS = {word: word for word in SPLITS} | dict.fromkeys(("valid", "val", "dev"), "validation")
+SPLIT_WORDS = {"testing": "test"} | {word: word for word in SPLITS}
+SPLIT_WORDS |= dict.fromkeys(("training", "pretrain", "pretraining"), "train")
+SPLIT_WORDS |= dict.fromkeys(("valid", "val", "dev"), "validation")
 GENERATED_SIZES = {"train": 10_000, "validation": 500, "test": 500}  # without a limit
 ENOUGH_TO_HOLD_OUT = 50  # problems
+ABOUT_TABLES = ("dataset_dict.json", "dataset_info.json", "state.json")  # of `Dataset.save_to_disk`
+FEW = 0.1  # of the answers are of another kind than the others
 
 
 class Part(NamedTuple):
@@ -38,22 +42,31 @@ def group_by_split(parts: list[Part], splits: dict[str, str]) -> dict[str, list[
     """Parts by the one split that their names say, by ``splits`` or by a word; those that say none are left out."""
     groups: dict[str, list[Part]] = {}
     for part in parts:
-        words = [part.name] if part.name in splits else re.split("[^a-z]+", part.name.lower())
-        said = {split for split in map((SPLIT_WORDS | splits).get, words) if split}
+        for name in reversed(Path(part.name).parts):  # the file's own before its folders'
+            words = [name] if name in splits else re.split("[^a-z]+", name.lower())
+            said = {split for split in map((SPLIT_WORDS | splits).get, words) if split}
+            if said:
+                break
         if len(said) == 1:
             groups.setdefault(said.pop(), []).append(part)
     return groups
 
 
 def local_parts(path: Path, skip: str = "") -> list[Part]:
-    """A file; or the files of a folder by their place, hidden ones and those with ``skip`` in their path left out."""
+    """A file; or the files of a folder by their place, hidden ones and those with ``skip`` in their path left out.
+
+    Of a folder by `Dataset.save_to_disk` without the JSON about its tables, and without later operations' caches.
+    """
     if path.is_file() and files.file_format(path):
         return [Part(path.name, str(path), files.read_records(path))]
     parts = []
-    for file in sorted(path.rglob("*")):
+    data_files = sorted(file for file in path.rglob("*") if files.file_format(file))
+    has_tables = any(file.suffix == ".arrow" for file in data_files)
+    for file in data_files:
         place = file.relative_to(path)
         hidden = any(part.startswith(".") for part in place.parts)
-        if files.file_format(file) and not hidden and not (skip and skip in str(place)):
+        is_about = has_tables and (file.name in ABOUT_TABLES or file.name.startswith("cache-"))
+        if not hidden and not is_about and not (skip and skip in str(place)):
             parts.append(Part(str(place), str(file), files.read_records(file)))
     if not parts:
         raise ValueError(f"{path} holds no {', '.join(files.READERS)} file; check --data.path")
@@ -61,11 +74,20 @@ def local_parts(path: Path, skip: str = "") -> list[Part]:
 
 
 def has_text_answers(path: Path, column: str) -> bool:
-    """True if a local file or folder has gold answers, and none of the first 1,000 is a number."""
+    """True if few of the first 1,000 gold answers of a local file or folder are numbers; ValueError if some are."""
     records = (record for part in local_parts(path) for record in part.records)
     texts = (files.column_text(record, column, is_optional=True) for record in records)
     golds = [parse_gold(text) for text in islice(filter(None, texts), 1000)]
-    return bool(golds) and golds.count(None) == len(golds)
+    n_texts = golds.count(None)
+    n_numbers = len(golds) - n_texts
+    if min(n_texts, n_numbers) > FEW * len(golds):
+        refuse_mixed_answers(path, n_numbers, n_texts)
+    return n_texts > n_numbers
+
+
+def refuse_mixed_answers(place: Path | str, n_numbers: int, n_texts: int) -> NoReturn:
+    counts = f"{n_numbers:,} answers are numbers and {n_texts:,} are not"
+    raise ValueError(f"{place}: {counts}: --data.answer_kind number leaves these out, text takes all as texts")
 
 
 def holdout_share(path: Path, holdout: float | None) -> float | None:
@@ -101,20 +123,25 @@ def hub_parts(source: Source) -> list[Part]:
     return parts
 
 
-def is_held_out(problem: Problem, seed: int, share: float) -> bool:
-    """Decide by the hash of the prompt's words, without case and punctuation."""
+def prompt_words(problem: Problem) -> str:
+    """The prompt's words, without case and punctuation: by these two prompts are the same problem."""
     chat = problem.prompt
     text = chat if isinstance(chat, str) else " ".join(map(content_text, chat))
-    words = " ".join(re.findall(r"\w+", text.lower()))
-    return int.from_bytes(hashlib.sha256(f"{seed} {words}".encode()).digest()[:8]) < share * 2**64
+    return " ".join(re.findall(r"\w+", text.lower())) or text
+
+
+def is_held_out(problem: Problem, seed: int, share: float) -> bool:
+    """Decide by the hash of the prompt's words."""
+    digest = hashlib.sha256(f"{seed} {prompt_words(problem)}".encode()).digest()
+    return int.from_bytes(digest[:8]) < share * 2**64
 
 
 def validation_prompts(problems: list[Problem], train_size: int | None) -> set[str]:
-    """Prompts of the last problems, of which validation is made: whole groups of equal ones until there are enough."""
+    """Words of the last prompts, of which validation is made: whole groups of the same until there are enough."""
     missing = max(1, min(500, len(problems) // 20))
     if train_size and len(problems) > train_size:
         missing = len(problems) - train_size
-    copies = Counter(repr(problem.prompt) for problem in problems)
+    copies = Counter(map(prompt_words, problems))
     prompts = set()
     while copies and missing > 0:
         prompt, count = copies.popitem()
@@ -180,7 +207,7 @@ def read_split(
         random.Random(seed).shuffle(drafts)
         if "validation" not in groups:
             held_out = validation_prompts(drafts, source.train_size)
-            drafts = [draft for draft in drafts if (repr(draft.prompt) in held_out) == (split == "validation")]
+            drafts = [draft for draft in drafts if (prompt_words(draft) in held_out) == (split == "validation")]
     return drafts
 
 
@@ -258,7 +285,11 @@ def load_problems(
             drafts = read_split(source, part, kind, split, source_path, seed, holdout)
         if not drafts:
             raise ValueError(f"{place}: too few problems for a {split} split; add some, or change --data.holdout")
-        problems += parse_answers(drafts, kind, part, split, place)
+        parsed = parse_answers(drafts, kind, part, split, place)
+        n_texts = sum(bool(draft.answer) for draft in drafts) - len(parsed)
+        if answer_kind is None and part not in (*SOURCES, *GENERATED) and n_texts > FEW * len(parsed):
+            refuse_mixed_answers(place, len(parsed), n_texts)
+        problems += parsed
     if len(names) > 1 and split != "test":
         random.Random(seed).shuffle(problems)
     if split == "test" and limit and limit < len(problems):

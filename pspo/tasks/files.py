@@ -1,4 +1,4 @@
-"""Readers of local files, compressed or not: JSON lines, JSON, CSV, parquet and ASDiv's XML, as rows.
+"""Readers of local files, compressed or not: JSON lines, JSON, CSV, parquet, arrow and ASDiv's XML, as rows.
 
 Not by `datasets`, because gold answers keep their decimal digits: 0.1 in a JSON file is Decimal("0.1"), never a binary
 float.
@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pspo.tasks.problem import Messages, check_chat, check_unicode
 
@@ -120,13 +122,50 @@ def to_record(pairs: Iterable[tuple[str, Any]]) -> Record:
 
 
 def table_records(table: Any) -> Iterator[Record]:
-    """The rows of a pyarrow table."""
-    for row in zip(*[column.to_pylist() for column in table.columns], strict=True):
+    """The rows of a pyarrow table; class labels of `datasets` by their names."""
+    info = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}")).get("info") or {}
+    features = info.get("features") or {}
+    columns = []
+    for field, column in zip(table.schema, table.columns, strict=True):
+        feature = features.get(field.name)
+        names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
+        values = [shortest_decimals(value, field.type) for value in column.to_pylist()]
+        columns.append(
+            [names[i] if i is not None and 0 <= i < len(names) else None for i in values] if names else values
+        )
+    for row in zip(*columns, strict=True):
         yield to_record(zip(table.schema.names, map(without_gaps, row), strict=True))
 
 
+def shortest_decimals(value: Any, kind: Any) -> Any:
+    """A value of a pyarrow type, also a list or an object, with 99.99 for the float32 next to 99.99."""
+    import pyarrow.types as types  # slow to import
+
+    if value is None or types.is_float64(kind):
+        return value
+    if types.is_floating(kind):
+        return float(str(np.float16(value) if types.is_float16(kind) else np.float32(value)))
+    if types.is_struct(kind):
+        return {field.name: shortest_decimals(value[field.name], field.type) for field in kind}
+    if isinstance(value, list) and not types.is_map(kind):
+        return [shortest_decimals(part, kind.value_type) for part in value]
+    return value
+
+
+class WrittenNumber(Decimal):
+    """A number of a JSON file, whose text is as it was written: `1e3`."""
+
+    def __new__(cls, text: str) -> "WrittenNumber":
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    def __str__(self) -> str:
+        return self.text
+
+
 def _parse_json(text: str) -> Any:  # JSON has no NaN
-    return json.loads(text, parse_float=Decimal, parse_constant=lambda _: None, object_pairs_hook=to_record)
+    return json.loads(text, parse_float=WrittenNumber, parse_constant=lambda _: None, object_pairs_hook=to_record)
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
@@ -163,6 +202,16 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     return table_records(pyarrow.parquet.ParquetFile(path).read())
 
 
+def _read_arrow(path: Path) -> Iterator[Record]:
+    import pyarrow  # slow to import
+
+    with pyarrow.memory_map(str(path)) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+        yield from table_records(reader.read_all())
+
+
 def _read_asdiv_xml(path: Path) -> Iterator[Record]:
     for problem in ElementTree.parse(path).getroot().iter("Problem"):
         columns = {child.tag.lower().replace("-", "_"): "".join(child.itertext()) for child in problem}  # as on the hub
@@ -174,5 +223,6 @@ READERS: dict[str, Callable[[Path], Iterable[Any]]] = {
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
     ".xml": _read_asdiv_xml,
 }
