@@ -1,0 +1,77 @@
+"""Chance in a comparison, over seeds and over test problems, and the smallest difference that it would detect.
+
+Seeds s = 1..S and problems p = 1..N are two crossed samples, x[s, p] = mean + a[s] + b[p] + e[s, p]. The variance of the
+mean over both is var(a) / S + var(b) / N + var(e) / (S N), estimated by the mean squares of the analysis of variance,
+with Satterthwaite's degrees of freedom. Resampling seeds and problems (Owen 2007, "The pigeonhole bootstrap") estimates
+the same sum with 2 var(e) / (S N) more, and has no t for few seeds.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import nctdtrinc
+from scipy.stats import t
+
+POWER = 0.8
+LEVEL = 0.05  # two-sided, for one comparison alone
+MOST_SEEDS = 1000  # beyond, a number of seeds is no plan
+
+Number = float | np.ndarray
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds and problems, and its variance by cause; arrays (...) of several studies, or numbers.
+
+    Attributes:
+        seeds: variance of one seed's mean over these problems; NaN for one seed.
+        problems: variance of the mean of all seeds over problems like these; 0 for one problem.
+    """
+
+    mean: Number
+    seeds: Number
+    problems: Number
+    n_seeds: int
+    n_problems: int
+
+    def spread(self, n_seeds: Number) -> tuple[Number, Number]:
+        """Standard error and degrees of freedom of the mean over so many seeds, on the same number of problems."""
+        of_seeds = self.seeds / n_seeds
+        variance = of_seeds + self.problems
+        squares = of_seeds**2 / (n_seeds - 1) + self.problems**2 / max(self.n_problems - 1, 1)
+        df = np.where(squares > 0, variance**2 / np.where(squares > 0, squares, 1), n_seeds - 1)
+        return np.sqrt(variance), df
+
+    def half_width(self) -> Number:
+        """Half of the 95% interval."""
+        sem, df = self.spread(self.n_seeds)
+        return t.ppf(1 - LEVEL / 2, df) * sem
+
+    def p(self) -> Number:
+        """Two-sided p-value of a mean of 0; 1 where all values are 0."""
+        sem, df = self.spread(self.n_seeds)
+        return np.where(self.mean == 0, 1.0, 2 * t.sf(abs(self.mean) / np.where(sem > 0, sem, 1e-300), df))
+
+    def detects(self, n_seeds: Number | None = None) -> Number:
+        """Smallest difference that a t-test of so many seeds finds with `POWER`, by the noncentral t; unset, of these."""
+        sem, df = self.spread(np.asarray(self.n_seeds if n_seeds is None else n_seeds, dtype=float))
+        return sem * nctdtrinc(df, 1 - POWER, t.ppf(1 - LEVEL / 2, df))
+
+    def seeds_for(self, difference: float) -> int | None:
+        """Fewest seeds that detect a difference; None for more than `MOST_SEEDS`, which more problems would change."""
+        n_seeds = np.arange(2.0, MOST_SEEDS + 1)
+        enough = n_seeds[self.detects(n_seeds) <= difference]
+        return int(enough[0]) if len(enough) else None
+
+
+def estimate(values: np.ndarray) -> Estimate:
+    """Estimate from values (..., S, N) of S seeds and N problems; N = 1: of a number that has no problems."""
+    *_, n_seeds, n_problems = values.shape
+    mean = values.mean((-2, -1))
+    if n_problems == 1:
+        return Estimate(mean, values[..., 0].var(-1, ddof=1), 0 * mean, n_seeds, 1)
+    by_seed = values.mean(-1)
+    by_problem = values.mean(-2)
+    residuals = values - by_seed[..., None] - by_problem[..., None, :] + mean[..., None, None]
+    noise = (residuals**2).sum((-2, -1)) / ((n_seeds - 1) * (n_problems - 1))  # var(e)
+    problems = (by_problem.var(-1, ddof=1) - noise / n_seeds) / n_problems
+    return Estimate(mean, by_seed.var(-1, ddof=1), np.maximum(problems, 0), n_seeds, n_problems)

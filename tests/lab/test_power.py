@@ -1,0 +1,83 @@
+"""Chance over seeds and problems: against scipy, resampling by brute force, and simulated studies."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import nct, t, ttest_1samp
+
+from pspo_lab.power import Estimate, estimate
+
+STUDIES = 2000
+
+
+def simulate(difference=0.0, *, seeds=5, problems=200, by_seed=0.06, by_problem=0.1, rng=1):
+    """(STUDIES, S, N) differences of two methods' right answers, whose chances vary by seed, by problem and by both."""
+    rng = np.random.default_rng(rng)
+    hardness = rng.uniform(0.3, 0.7, (STUDIES, 1, problems))
+    answers = []
+    for shift in (0.0, difference):
+        chance = hardness + shift + by_seed * rng.uniform(-1, 1, (STUDIES, seeds, 1))
+        chance = chance + by_problem * rng.uniform(-1, 1, (STUDIES, 1, problems))
+        answers.append(rng.random((STUDIES, seeds, problems)) < chance)
+    return answers[1].astype(float) - answers[0]
+
+
+@pytest.mark.parametrize("by_seed", [0.0, 0.06])
+@pytest.mark.parametrize("by_problem", [0.0, 0.1])
+@pytest.mark.parametrize("seeds", [5, 16])
+def test_an_a_a_is_starred_in_5_percent_of_studies(seeds, by_problem, by_seed):
+    studies = estimate(simulate(seeds=seeds, by_problem=by_problem, by_seed=by_seed))
+    assert (studies.p() < 0.05).mean() == pytest.approx(0.05, abs=0.015)
+    covered = abs(studies.mean) < studies.half_width()
+    assert covered.mean() == pytest.approx(0.95, abs=0.015)
+
+
+@pytest.mark.parametrize(("seeds", "by_problem"), [(5, 0.0), (5, 0.1), (16, 0.1)])
+def test_a_planted_difference_is_found_at_the_stated_power(seeds, by_problem):
+    """The difference that such studies say they would detect, planted into others."""
+    studies = estimate(simulate(seeds=seeds, by_problem=by_problem))
+    truth = studies._replace(mean=0.0, seeds=studies.seeds.mean(), problems=studies.problems.mean())
+    detected = truth.detects()
+    planted = estimate(simulate(detected, seeds=seeds, by_problem=by_problem, rng=2))
+    assert (planted.p() < 0.05).mean() == pytest.approx(0.8, abs=0.05)
+
+
+def test_of_numbers_without_problems_it_is_the_t_test_and_its_power(rng=np.random.default_rng(0)):
+    values = rng.normal(0.3, 1, 7)
+    found = estimate(values[:, None])
+    reference = ttest_1samp(values, 0)
+    low, high = reference.confidence_interval()
+    assert found.p() == pytest.approx(reference.pvalue)
+    assert (found.mean - found.half_width(), found.mean + found.half_width()) == pytest.approx((low, high))
+    for n in (3, 7, 40):
+        noncentrality = found.detects(n) / values.std(ddof=1) * n**0.5
+        assert nct.sf(t.ppf(0.975, n - 1), n - 1, noncentrality) == pytest.approx(0.8, abs=1e-6)
+    n = found.seeds_for(1.0)
+    assert found.detects(n) <= 1.0 < found.detects(n - 1)
+    assert estimate(np.zeros((4, 1))).p() == 1.0
+
+
+def test_problems_alone_bound_what_seeds_can_detect():
+    few = Estimate(0.0, seeds=0.02**2, problems=0.03**2, n_seeds=5, n_problems=100)
+    assert few.seeds_for(0.05) is None
+    assert few._replace(problems=0.0).seeds_for(0.02) == 10  # R: power.t.test(delta=1, sd=1, power=.8, "one.sample")
+
+
+def test_the_gain_of_sapo_on_asdiv_over_seeds_and_problems():
+    """The study's page has [13.2, 16.3], over seeds alone; its referee resampled both by hand: [9.7, 19.8]."""
+    answers = pd.read_parquet("results/smollm2/asdiv.parquet")
+    untrained = answers[answers["method"].isna()].set_index("problem")["reward"]
+    sapo = answers[answers["method"] == "SAPO"].pivot(index="seed", columns="problem", values="reward")
+    gained = 100 * (sapo - untrained).to_numpy()  # (5, 291)
+    over_seeds = estimate(gained.mean(1)[:, None])
+    assert interval(over_seeds) == pytest.approx([13.2, 16.3], abs=0.05)
+    rng = np.random.default_rng(0)
+    draws = zip(rng.integers(5, size=(4000, 5)), rng.integers(291, size=(4000, 291)), strict=True)
+    resampled = [gained[np.ix_(seeds, problems)].mean() for seeds, problems in draws]
+    assert np.percentile(resampled, [2.5, 97.5]) == pytest.approx([9.7, 19.8], abs=0.15)
+    assert interval(estimate(gained)) == pytest.approx([9.7, 19.8], abs=0.25)
+    assert interval(estimate(gained)) == pytest.approx([9.92, 19.63], abs=0.01)
+
+
+def interval(found):
+    return [found.mean - found.half_width(), found.mean + found.half_width()]
