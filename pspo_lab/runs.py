@@ -4,6 +4,8 @@ Folder names mean nothing, the configuration everything: runs that differ only i
 seeds of one setting. What cannot be read is named on stderr and left out.
 """
 
+import functools
+import json
 import os
 import re
 import sys
@@ -12,14 +14,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from pspo.cli.files import DAMAGE, flat, read_config, read_json, read_jsonl
+from pspo.cli.files import DAMAGE, flat, named_damage, read_config, read_json, read_jsonl
 from pspo.cli.terminal import one_line
+from pspo.evaluate.statistics import at_k, measures
 from pspo.tasks.files import local_path
 from pspo_lab.dumps import is_dump, read_dump
 from pspo_lab.settings import (
@@ -35,7 +39,7 @@ from pspo_lab.settings import (
 )
 
 NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "limit", "temperature", "measure",
-           "value", "low", "high"]  # fmt: skip
+           "value", "low", "high", "file"]  # fmt: skip
 
 OF_A_SEED = r"(?<=seed-)\d+|\d{8}-\d{6}(-\d+)?"  # in the names of sweeps' runs, and of runs without a name
 
@@ -69,7 +73,8 @@ class Runs:
         numbers: one row per number of a summary or an evaluation: run (missing: of a model that no run trained), stage
             ("before" training, "after" it: of the returned model, "final": of the last one), model (that the run began
             with), evaluation ("summary", or its folder's name), data, split, n, limit (tokens of a completion),
-            temperature ("0": greedy), measure, value, low and high (95% interval over problems).
+            temperature ("0": greedy), measure, value, low and high (95% interval over problems), file (of its
+            completions).
         folders: by run.
     """
 
@@ -261,6 +266,8 @@ def summary_rows(run: LabRun) -> Iterator[Row]:
             estimates = {name: {"value": result[name], "ci95": ci95} for name, ci95 in intervals.items() if ci95}
             test = {"stage": stage, "data": config[DATA], "split": "test", "temperature": "0"}
             test["limit"] = config.get("rollout.max_completion_tokens")
+            files = [run.folder / f"test-{name}.jsonl" for name in (stage, "after")]  # one test if the best is the last
+            test["file"] = next((str(file) for file in files if file.exists()), None)
             yield from result_rows(result | estimates, about | test)
 
 
@@ -282,7 +289,7 @@ def evaluation_rows(folder: Path, runs: dict[str, LabRun]) -> Iterator[Row]:
         step = runs[name].summary.get("optimizer_steps" if about["stage"] == "final" else "best_step", results["step"])
         if step != results["step"]:
             raise ValueError(f"evaluates step {results['step']}, and this model of the run is step {step}'s by now")
-    about["evaluation"] = folder.name
+    about |= {"evaluation": folder.name, "file": str(folder / "completions.jsonl")}
     about["data"] = read_switches(folder)[DATA] if results["data"] == "file" else results["data"]
     about |= {"split": results["split"], "n": results["n"], "limit": results.get("max_completion_tokens")}
     for temperature, result in results["temperatures"].items():
@@ -298,6 +305,31 @@ def result_rows(result: Row, about: Row) -> Iterator[Row]:
             yield about | {"measure": name, "value": value["value"], "low": low, "high": high}
         elif isinstance(value, int | float) and name != "n":
             yield about | {"measure": name, "value": value}
+
+
+@functools.cache
+def read_problems(file: Path) -> dict[str, pd.DataFrame]:
+    """Means over a problem's completions by temperature ("0": greedy), with a column for each measure.
+
+    A row is a problem in the order of its test, indexed by prompt and gold answer. NaN where nothing is known.
+    """
+    records = read_jsonl(file)
+    if not records or "temperature" not in records[0]:
+        raise ValueError(f"{file} holds no completions of an evaluation")
+    by_temperature = {}
+    with named_damage(file):
+        records.sort(key=lambda record: (record["temperature"], record["problem"], record["sample"]))
+        for temperature, group in groupby(records, key=lambda record: record["temperature"]):
+            completions = list(group)
+            n = len({record["problem"] for record in completions})
+            samples = len(completions) // n
+            if [record["sample"] for record in completions] != [*range(samples)] * n:
+                raise ValueError("not every problem has as many completions; run the evaluation again")
+            problems = [(json.dumps(record["prompt"]), json.dumps(record["gold"])) for record in completions[::samples]]
+            values = measures(completions, samples) | at_k(completions, samples)
+            means = {name: pd.DataFrame(value).mean(axis=1).to_numpy() for name, value in values.items()}
+            by_temperature[f"{temperature:g}"] = pd.DataFrame(means, pd.MultiIndex.from_tuples(problems))
+    return by_temperature
 
 
 def checked_rows(rows: Iterable[Row]) -> list[Row]:
