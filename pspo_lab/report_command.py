@@ -23,7 +23,8 @@ from pspo_lab.runs import Runs, read_runs, run_folders, warn
 from pspo_lab.settings import DATA, MODEL, SEED, labels, shared_sentence
 from pspo_lab.tables import NOTES, escape_markdown, report_text, tables, terminal_text
 
-CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm"]
+CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm", "detects", "needs"]
+HOLM = "With * it is not 0 by the t-tests at 5% for all {n} of these tables together (Holm 1979)."
 DEFAULTS = "A switch that a name leaves out has its default."
 
 
@@ -41,8 +42,10 @@ def write_report(runs: Runs, output: Path) -> tuple[str, list[Path]]:
         markdown.append(f"## {escape_markdown(title)}")
         markdown += describe_runs(task_runs, finished, label)
         for name, table in tables(finished, label, models).items():
-            differences = table["p"].count() if "p" in table else 0
-            markdown.append(f"### {name}\n\n{report_text(table)}\n\n{NOTES[name].format(n=differences)}")
+            note = NOTES[name]
+            if "p" in table and (n := table["p"].count()):
+                note += f" {HOLM.format(n=n)}"
+            markdown.append(f"### {name}\n\n{report_text(table)}\n\n{note}")
             if name == "Accuracy":
                 accuracies.append(
                     f"{one_line(title)}, of the models that the runs returned\n{terminal_text(table)}\n\n"

@@ -1,7 +1,9 @@
 """Tables of runs. Three kinds of data frames:
 
-* values: run, column (of a table) and value, a number of a run; of accuracies also low and high, 95% over problems
-* cells: row (a setting, or the difference of two), column, seeds, mean, sem, low and high; of differences p and holm
+* values: run, column (of a table) and value, a number of a run; of accuracies also low and high, 95% over problems, and
+  answers, the value of each problem
+* cells: row (a setting, or the difference of two), column, seeds, mean, low and high; of differences also p, holm, what
+  they would detect (`Estimate.detects`) and the seeds that they need (`power.seeds_text`)
 * texts: the cells of a table as it shows them, by row and column
 """
 
@@ -9,6 +11,7 @@ import html
 import math
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,28 +19,30 @@ import pandas as pd
 from scipy.stats import t
 
 from pspo.cli.terminal import one_line
-from pspo_lab.runs import Runs
+from pspo_lab.power import Estimate, estimate, seeds_text
+from pspo_lab.runs import Runs, read_problems, skip_unreadable
 from pspo_lab.settings import SEED, methods, setting_numbers
 
 BASELINES = ("Clip", "NoClip")  # of the paired differences
 TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
 SEEDS_FOR_AN_INTERVAL = 3
-COMPARED = ("final reward", "peak reward", "area under the curve", "best trained validation reward",
-            "final validation reward")  # fmt: skip
+COMPARED = ("final reward", "area under the curve", "final validation reward")
 SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
 DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "ess_sequence", "zero_weight_share", "zero_weight_share_positive",
                "zero_weight_share_negative", "tv", "tv_smoothed", "kl_old_new", "grad_norm"]  # fmt: skip
 NOTES = {
     "Accuracy": "Greedy, of the model that each run returned, the best by validation, and of its final one. Accuracy: "
     "the gold value is the response's answer; gold anywhere (the paper's true accuracy): it is anywhere in the "
-    "response. Mean over seeds with its 95% t-interval from three seeds on; for one seed the interval over problems.",
+    "response. Mean over seeds, from three on with the 95% t-interval over seeds and problems, both taken as samples; "
+    "for one seed over problems.",
     "Accuracy of samples": "The same, sampled at temperature T.",
     "Learning": "Training reward: peak and final reward are means over a tenth of the run's rollouts, the area is the "
     "mean over all of them. A seed has collapsed when its final reward is below half of its peak; "
     "it returned the untrained model when no step of its validations was better than step 0.",
     "Paired differences": "Setting minus baseline of the same seed and experiment, which saw the same prompts in the "
-    "same order. Mean, and from three seeds on the 95% t-interval, of this difference alone. Accuracies in percentage "
-    "points. With * it is not 0 by paired t-tests at 5% for all {n} of this table together (Holm 1979).",
+    "same order, with the 95% t-interval of this difference alone from three seeds on. *Detects*: the smallest "
+    "difference that so many seeds and problems find at 80% power; then the seeds that would find so little, - if no "
+    "1,000 would on so many problems.",
     "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step, over tokens with an "
     "advantage: percentiles of the ratio r; effective sample size of tokens and completions; share of tokens without "
     "weight; total variation between old and new policy, and times the surrogate's slope relative to NoClip's; "
@@ -67,7 +72,16 @@ def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
     numbers["column"] = [accuracy_column(row, stage, greedy, one_limit) for row in numbers.itertuples()]
     numbers = numbers.drop_duplicates(["run", "column"], keep="last")
     numbers = numbers.sort_values("measure", key=lambda names: names == "gold_anywhere", kind="stable")
-    return numbers[["run", "column", "value", "low", "high"]]
+    numbers["answers"] = [problem_values(row) for row in numbers.itertuples()]
+    return numbers[["run", "column", "value", "low", "high", "answers"]]
+
+
+def problem_values(number: Any) -> pd.Series | None:
+    """The values of the problems behind a row of `Runs.numbers`; None without their file."""
+    if isinstance(number.file, str) and Path(number.file).exists():
+        with skip_unreadable(Path(number.file)):
+            return read_problems(Path(number.file))[number.temperature].get(number.measure)
+    return None
 
 
 def accuracy_column(row: Any, stage: str, greedy: bool, one_limit: bool) -> str:
@@ -147,7 +161,12 @@ def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
     pairs = pairs[(pairs["place_x"] > pairs["place_y"]) | ~pairs["is_baseline_x"].astype(bool)]
     pairs = pairs.drop_duplicates(["label_x", "label_y", SEED, "column"])
     pairs = pairs.sort_values(["place_y", "place_x"], kind="stable")
-    return pairs.assign(row=pairs["label_x"] + " - " + pairs["label_y"], value=pairs["value_x"] - pairs["value_y"])
+    answers = []
+    for x, y in zip(pairs["answers_x"], pairs["answers_y"], strict=True):
+        same = isinstance(x, pd.Series) and isinstance(y, pd.Series) and x.index.equals(y.index)
+        answers.append(x - y if same else None)
+    row = pairs["label_x"] + " - " + pairs["label_y"]
+    return pairs.assign(row=row, value=pairs["value_x"] - pairs["value_y"], answers=answers)
 
 
 def run_rows(numbers: pd.DataFrame) -> pd.DataFrame:
@@ -158,23 +177,46 @@ def run_rows(numbers: pd.DataFrame) -> pd.DataFrame:
 # Cells
 
 
-def mean_over_seeds(values: pd.DataFrame, by: Sequence[str] = ("row", "column")) -> pd.DataFrame:
-    """Cells of values that have a row, with Student's 95% interval from three seeds on; one seed keeps its interval.
+def mean_over_seeds(values: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """Seeds, mean and, from three seeds on, Student's 95% interval, low and high: of the points of curves."""
+    groups = values.groupby([*by], sort=False)["value"]
+    cells = groups.agg(seeds="size", mean="mean", sem="sem").reset_index()
+    half = t.ppf(0.975, cells["seeds"] - 1) * cells["sem"]
+    half = half.where(cells["seeds"] >= SEEDS_FOR_AN_INTERVAL)
+    return cells.assign(low=cells["mean"] - half, high=cells["mean"] + half)
+
+
+def estimate_seeds(values: pd.DataFrame) -> Estimate:
+    """Estimate of one cell: over seeds, and over problems where all have answers to the same ones."""
+    answers = list(values["answers"]) if "answers" in values else [None]
+    first = answers[0]
+    if all(isinstance(one, pd.Series) and one.index.equals(first.index) for one in answers):
+        matrix = np.stack(answers)
+        return estimate(matrix[:, ~np.isnan(matrix).any(axis=0)])
+    return estimate(values[["value"]].to_numpy(dtype=float))
+
+
+def make_cells(values: pd.DataFrame, differences: bool = False) -> pd.DataFrame:
+    """Cells of values that have a row, with intervals from three seeds on; one seed keeps its own.
 
     Shares of the seeds have none.
     """
-    values = values.reindex(columns=[*by, "value", "low", "high"])
-    groups = values.groupby([*by], sort=False)
-    cells = groups[["low", "high"]].first().assign(seeds=groups.size())
-    cells["mean"] = groups["value"].mean()
-    cells["sem"] = groups["value"].sem()
-    cells = cells.reset_index()
-    half = t.ppf(0.975, cells["seeds"] - 1) * cells["sem"]
-    for side, bound in (("low", cells["mean"] - half), ("high", cells["mean"] + half)):
-        single = cells[side].where(cells["seeds"] == 1)
-        cells[side] = bound.where(cells["seeds"] >= SEEDS_FOR_AN_INTERVAL, single)
-    cells.loc[cells["column"].isin(SHARES), ["low", "high"]] = np.nan
-    return cells
+    rows = []
+    for (row, column), group in values.groupby(["row", "column"], sort=False):
+        cell = {"row": row, "column": column, "seeds": len(group), "mean": group["value"].mean()}
+        if len(group) >= SEEDS_FOR_AN_INTERVAL and column not in SHARES:
+            found = estimate_seeds(group)
+            half = float(found.half_width())
+            cell |= {"low": cell["mean"] - half, "high": cell["mean"] + half}
+            if differences:
+                cell |= {"p": float(found.p()), "detects": float(found.detects()), "needs": seeds_text(found)}
+        elif len(group) == 1 and "low" in group and not differences:
+            cell |= {"low": group["low"].iloc[0], "high": group["high"].iloc[0]}
+        rows.append(cell)
+    columns = ["row", "column", "seeds", "mean", "low", "high"]
+    if differences:
+        columns += ["p", "holm", "detects", "needs"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd.DataFrame]:
@@ -185,25 +227,18 @@ def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd
         before = before[before["run"].isin(models)].rename(columns={"run": "row"})
         after = pd.concat([accuracies(runs, stage, greedy) for stage in ("after", "final")])
         after = after.assign(row=after["run"].map(labels))
-        by_title[title] = pd.concat([mean_over_seeds(before).assign(seeds=0), mean_over_seeds(after)])
+        by_title[title] = pd.concat([make_cells(before).assign(seeds=0), make_cells(after)])
     for title, values in (("Learning", learning(runs)), ("Off-policy diagnostics", diagnostics(runs))):
-        by_title[title] = mean_over_seeds(values.assign(row=values["run"].map(labels)))
-    by_title["Paired differences"] = add_holm(mean_over_seeds(paired_differences(runs, labels)))
+        by_title[title] = make_cells(values.assign(row=values["run"].map(labels)))
+    by_title["Paired differences"] = add_holm(make_cells(paired_differences(runs, labels), differences=True))
     return {title: by_title[title] for title in NOTES if len(by_title[title])}
 
 
 def add_holm(differences: pd.DataFrame) -> pd.DataFrame:
-    """The cells with p, of a paired t-test that a mean difference is 0, and holm, p adjusted for their number.
-
-    By Holm (1979). Missing where there is no interval. Differences of 0 in all seeds have p = 1.
-    """
-    mean, sem, seeds = (differences[name].astype(float) for name in ("mean", "sem", "seeds"))
-    p = 2 * t.sf((mean.abs() / sem).where(mean != 0, 0.0), seeds - 1)
-    differences = differences.assign(p=np.where(seeds >= SEEDS_FOR_AN_INTERVAL, p, np.nan), holm=np.nan)
+    """The cells with holm, p adjusted for their number by Holm (1979)."""
     tested = differences["p"].dropna().sort_values()
     adjusted = (tested * np.arange(len(tested), 0, -1)).cummax().clip(upper=1)
-    differences.loc[adjusted.index, "holm"] = adjusted
-    return differences
+    return differences.assign(holm=adjusted)
 
 
 # Texts
@@ -224,29 +259,49 @@ def text_table(cells: pd.DataFrame) -> pd.DataFrame:
     texts = pd.DataFrame("–", seeds.index, ["seeds", *cells["column"].drop_duplicates()])
     texts["seeds"] = seeds.astype(str).where(seeds > 0, "–")
     for cell in cells.itertuples():
-        factor = 1
-        digits = 3
-        if cell.column.endswith("to peak"):
-            digits = 0
-        elif cell.column.endswith("(%)"):
-            factor = 100
-            digits = 1
-        mean, low, high = (f"{round(factor * x, digits) + 0.0:.{digits}f}" for x in (cell.mean, cell.low, cell.high))
-        text = f"{mean} [{low}, {high}]" if pd.notna(cell.low) else mean
-        if getattr(cell, "holm", 1) < 0.05:
-            text += "*"
+        text = interval_text(cell)
         if cell.seeds != seeds[cell.row]:
             text += f" (n = {cell.seeds})"
         texts.loc[cell.row, cell.column] = text
-    return texts
+    return texts if len(texts.columns) <= max(7, len(texts)) else texts.T
+
+
+def interval_text(cell: Any) -> str:
+    """A cell's mean and interval, in percent where its column is."""
+    mean, low, high = (number_text(cell.column, number) for number in (cell.mean, cell.low, cell.high))
+    return f"{mean} [{low}, {high}]" if pd.notna(cell.low) else mean
+
+
+def number_text(column: str, number: float) -> str:
+    """A number in a column's unit."""
+    factor, digits = (100, 1) if column.endswith("(%)") else (1, 0 if column.endswith("to peak") else 3)
+    return f"{round(factor * number, digits) + 0.0:.{digits}f}"
+
+
+def difference_table(cells: pd.DataFrame) -> pd.DataFrame:
+    """Texts of the differences in one column: a line for each pair."""
+    lines = {}
+    for cell in cells.itertuples():
+        is_tested = pd.notna(cell.low)
+        lines[cell.row] = {
+            "seeds": str(cell.seeds),
+            "difference": interval_text(cell) + ("*" if cell.holm < 0.05 else ""),
+            "detects": number_text(cell.column, cell.detects) if is_tested else "–",
+            "seeds for 1, 2, 5 points": cell.needs if is_tested else "–",
+        }
+    return pd.DataFrame.from_dict(lines, orient="index")
 
 
 def report_text(cells: pd.DataFrame) -> str:
-    """Markdown of a table for each test."""
+    """Markdown of a table for each test, or for each column of differences."""
+    if "needs" in cells:
+        titled = [(column, difference_table(part)) for column, part in cells.groupby("column", sort=False)]
+    else:
+        titled = split_by_test(cells)
     parts = []
-    for test, texts in split_by_test(cells):
-        if test:
-            parts.append(escape_markdown(f"On {test}:"))
+    for title, texts in titled:
+        if title:
+            parts.append(escape_markdown(f"On {title}:"))
         parts.append(markdown_table(texts))
     return "\n\n".join(parts)
 

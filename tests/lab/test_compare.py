@@ -86,9 +86,10 @@ def test_the_gain_of_sapo_on_asdiv_over_seeds_and_problems(tmp_path, capsys):
     for seed, right in enumerate(sapo):
         folder = write_evaluation(tmp_path / f"sapo/seed-{seed}", [], "summary.json")
         (folder / "config.yaml").write_text(f"run: {{seed: {seed}}}")
-        append_jsonl(folder / "test-after.jsonl", *(record(i, 0, value > 0) for i, value in enumerate(right)))
+        append_jsonl(folder / "test-after.jsonl", *(record(i, 0, bool(value)) for i, value in enumerate(right)))
     compare(
-        write_evaluation(tmp_path / "untrained", [record(i, 0, x > 0) for i, x in enumerate(untrained)]), folder.parent
+        write_evaluation(tmp_path / "untrained", [record(i, 0, bool(x)) for i, x in enumerate(untrained)]),
+        folder.parent,
     )
     out = capsys.readouterr().out
     assert re.search(r"^T = 0, 291 problems, 5 seeds ", out, re.MULTILINE)
