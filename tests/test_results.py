@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from scipy import optimize, stats
+from scipy import stats
+
+from pspo_lab.power import estimate
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -101,32 +103,25 @@ def answers() -> pd.DataFrame:
     return with_arms(pd.read_parquet(RESULTS / "smollm2/asdiv.parquet"))
 
 
-def resampled_ends(gains: np.ndarray) -> np.ndarray:
-    """Ends of the 95% interval of the mean of gains (seeds, problems), both resampled."""
-    rng = np.random.default_rng(0)
-    n, m = gains.shape
-    means = [gains[rng.integers(n, size=n)].mean(axis=0)[rng.integers(m, size=m)].mean() for _ in range(4000)]
-    return np.quantile(means, [0.025, 0.975])
-
-
 def test_a_pretrained_model(answers):
     table = read_table("smollm2", "arm")
     right = answers.pivot_table(index="seed", columns="arm", values="reward") * 100
     untrained = answers[answers["arm"].isna()].set_index("problem")["reward"]
     differences = right.sub(right["NoClip"], axis=0)
     assert_column(table["right"], right)
-    assert_column(table["minus NoClip"], differences)
     runs = with_arms(pd.read_csv(RESULTS / "smollm2/runs.csv")).query("experiment != 'smollm2-search'")
     runs["gain"] = runs["capitals_gold_anywhere"] - runs["untrained_capitals_gold_anywhere"]
     assert_column(table["capitals"], runs.pivot(index="seed", columns="arm", values="gain"))
+    rewards = {arm: of.pivot(index="seed", columns="problem", values="reward") for arm, of in answers.groupby("arm")}
     for arm, cells in table.iterrows():
         assert_shows(cells["lowest"], right[arm].min())
-        rewards = answers[answers["arm"] == arm].pivot(index="seed", columns="problem", values="reward")
-        gains = 100 * (rewards - untrained).to_numpy()
-        assert_shows(cells["gained"], gains.mean(), *resampled_ends(gains))
-        if arm != "NoClip":  # the t-test at 5% of five seeds with a power of 80%
-            shift = optimize.brentq(lambda shift: stats.nct.sf(stats.t.ppf(0.975, 4), 4, shift) - 0.8, 0, 10)
-            assert_shows(cells["detects"], shift * differences[arm].sem())
+        gained = estimate(100 * (rewards[arm] - untrained).to_numpy())
+        apart = estimate(100 * (rewards[arm] - rewards["NoClip"]).to_numpy())
+        for column, of in (("gained", gained), ("minus NoClip", apart)):
+            if cells[column]:
+                assert_shows(cells[column], of.mean, of.mean - of.half_width(), of.mean + of.half_width())
+        if arm != "NoClip":
+            assert_shows(cells["detects"], apart.detects())
     planned = [*table.index[:-1]]
     stars = starred([*(right[arm] - 100 * untrained.mean() for arm in planned),
                      *(differences[arm] for arm in planned[1:]), right["PSPO, 1 epoch"] - right["PSPO"]])  # fmt: skip
