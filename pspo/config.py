@@ -262,6 +262,7 @@ class AlgorithmConfig(Section, name="algorithm"):
         terms: more of the loss, after the surrogate: import paths of terms, of pspo.losses or your own
         epochs: passes over each rollout
         minibatches: optimizer steps per pass
+        shuffle: draw the minibatches anew in each pass after the first
         aggregation: mean of the loss over tokens (dapo), sequences (grpo), the token limit (dr_grpo), or a function
         advantages: reward - mean of its group (none), over a deviation (group, batch), rloo, maxrl, gdpo, or a function
         beta: weight of the KL penalty to the initial model; 0 loads no reference model
@@ -279,6 +280,7 @@ class AlgorithmConfig(Section, name="algorithm"):
     terms: list[losses.Term | Callable] = field(default_factory=list)
     epochs: int = switch(2, "basic", above=0)
     minibatches: int = switch(1, above=0)
+    shuffle: bool = False
     aggregation: losses.Aggregation | Callable = "dapo"
     advantages: Advantages | Callable = switch("none", "basic")
     beta: float = switch(0.0, "basic", at_least=0)

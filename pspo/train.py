@@ -110,12 +110,13 @@ def add_advantages(run: Run, experience: Experience) -> Experience:
 
 def resample(run: Run, experience: Experience) -> Experience:
     """Replace groups without signal by fresh prompts', up to --rollout.resample times."""
+    algorithm = run.config.algorithm
     for _ in range(run.config.rollout.resample):
-        missing = dist.max_over_ranks(experience.has_signal.count(False))
+        missing = dist.max_over_ranks(experience.has_signal(algorithm).count(False))
         if missing == 0:
             break
         fresh = draw_groups(run, missing * dist.world_size())
-        experience = add_advantages(run, refill(experience, fresh))
+        experience = add_advantages(run, refill(experience, fresh, algorithm))
     return experience
 
 

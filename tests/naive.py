@@ -170,7 +170,10 @@ def naive_update(policy, rollout, advantages, config, sgd=None):
         old = [rollout.behaviour_logprobs[i][rollout.completion_mask[i]] for i in range(len(rollout))]
     groups = np.array_split(np.arange(len(rollout) // G), algorithm.minibatches)
     losses, norms = [], []
-    for _ in range(algorithm.epochs):
+    for epoch in range(algorithm.epochs):
+        if algorithm.shuffle and epoch > 0:
+            order = np.random.default_rng((config.run.seed, 0, len(losses))).permutation(len(rollout) // G)
+            groups = np.array_split(order, algorithm.minibatches)
         for part in groups:
             if len(losses) == config.run.max_steps:
                 break

@@ -28,6 +28,8 @@ from pspo.rollout import Rollout
 from pspo.run.folders import checkpoints
 from pspo.train import main
 from pspo.update import Learner, update
+from pspo.update.batching import make_batch, split_microbatches, split_minibatches
+from pspo.update.old import reference_logprobs
 from pspo.update.optimizers import make_optimizer
 
 peft = pytest.importorskip("peft")
@@ -141,11 +143,12 @@ def test_the_reference_is_the_model_with_the_adapters_it_began_from(tmp_path):
         learner = Learner(policy, make_optimizer(policy, config.optimizer), reference=StartingAdapters(policy))
         assert update(learner, rollout, advantages, config)[0]["kl_reference"] == 0
         now = token_logprobs(policy, *rollout.token_ids, 0.7).detach()
-        minibatches = pspo.update.step.split_minibatches(learner, rollout, advantages, config)
-        pspo.update.step.add_fixed_logprobs(learner, minibatches, config)
-        batch = minibatches[0].batches[0]
-        expected = token_logprobs(load_policy(model, CPU), *batch.rollout.token_ids, 0.7).detach()
-        assert torch.equal(batch.ref_logprobs, expected)
+        batch = make_batch(rollout, advantages, config.algorithm)
+        minibatches = split_minibatches(learner, batch, config)
+        part, *_ = split_microbatches(learner, batch, minibatches[0], config)
+        reference = reference_logprobs(learner, batch, minibatches, config)
+        expected = token_logprobs(load_policy(model, CPU), *part.rollout.token_ids, 0.7).detach()
+        assert torch.equal(reference[part.indices, : expected.shape[1]], expected)
         assert torch.equal(token_logprobs(policy, *rollout.token_ids, 0.7).detach(), now)  # swapped back
 
 

@@ -13,6 +13,7 @@ from processes import TINY, plain, run_command
 
 import pspo.train
 from pspo.cli.files import read_jsonl
+from pspo.config import AlgorithmConfig
 from pspo.losses import GSPO, PSPO
 from pspo.rollout import Experience, group_relative_advantages, refill
 from pspo.rollout.types import Nucleus
@@ -120,16 +121,23 @@ def scored(rollout, rewards, first):
     return Experience(prompts, rollout, rewards, {"r": rewards.tolist()}, advantages=advantages)
 
 
+PLAIN = AlgorithmConfig()
+
+
 def test_groups_without_signal_give_way():
     flat, mixed, unknown = [1.0] * G, [0.0, 1.0] * (G // 2), [math.nan] * G
     drawn, fresh = with_every_field(groups=4, seed=1), with_every_field(groups=3, seed=2)
     first, second = scored(drawn, flat + mixed + unknown + flat, 10), scored(fresh, mixed + flat + mixed, 20)
-    assert (first.has_signal, second.has_signal) == ([False, True, False, False], [True, False, True])
-    filled = refill(first, second)
+    assert (first.has_signal(PLAIN), second.has_signal(PLAIN)) == ([False, True, False, False], [True, False, True])
+    cut = dataclasses.replace(second, rollout=dataclasses.replace(fresh, terminated=torch.arange(3 * G) >= 1))
+    assert cut.has_signal(AlgorithmConfig(mask_truncated=True)) == [True, False, True]  # other rows of it count
+    cut = dataclasses.replace(second, rollout=dataclasses.replace(fresh, terminated=torch.arange(3 * G) >= G))
+    assert cut.has_signal(AlgorithmConfig(mask_truncated=True)) == [False, False, True]
+    filled = refill(first, second, PLAIN)
     assert filled.advantages is None
     filled = dataclasses.replace(filled, advantages=group_relative_advantages(filled.rewards.float(), G, "rloo"))
     assert filled.prompt_indices == [20, 11, 22, 13]
-    assert filled.has_signal == [True, True, True, False]
+    assert filled.has_signal(PLAIN) == [True, True, True, False]
     assert filled.drawn_tokens == drawn.tokens + fresh.tokens
     assert len(filled.drawn_rewards) == 7 * G
     assert filled.rewards_by_name["r"] == filled.rewards.tolist()

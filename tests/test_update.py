@@ -11,7 +11,7 @@ from batches import AGGREGATIONS, PAIRS, SURROGATES, by_root, by_token, name, pa
 from naive import OFF_POLICY, G, assert_equals_naive, make_config, make_rollout, naive_row, run, weights, with_sampler
 
 from pspo.losses import GMPO, GSPO, P3O, PSPO, SAPO, TOPR, Clip, EntropyQuantile, NoClip, OffPolicyMask
-from pspo.update.batching import split_minibatches
+from pspo.update.batching import make_batch, split_microbatches, split_minibatches
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,8 @@ from pspo.update.batching import split_minibatches
         *((NoClip(), "dapo", {"beta": 0.5, "kl_estimator": estimator}) for estimator in ("k1", "k2")),
         (Clip(), "dapo", {"mask_truncated": True, "beta": 0.5}),
         *((Clip(), aggregation, {"mask_truncated": True}) for aggregation in ("grpo", "dr_grpo")),
-        (Clip(), by_root, {"beta": 0.5}),
+        (Clip(), by_root, {"beta": 0.5, "shuffle": True}),
+        (GSPO(0.1, 0.2), "grpo", {"shuffle": True}),
         *((surrogate, "grpo", {"advantages": by_token}) for surrogate in (Clip(), TOPR())),
         *(
             (surrogate, how, {"entropy_coef": 0.3})
@@ -198,8 +199,10 @@ def test_a_split_changes_nothing(policy, surrogate, aggregation, switches):
         config = make_config(surrogate, epochs=2, aggregation=aggregation, optimizer=optimizer, **switches)
         if "advantages" in switches:
             advantages = by_token(advantages, G, rollout.completion_mask)
-        (minibatch,) = split_minibatches(packing(tokens), rollout, advantages, config)
-        return len(minibatch.batches), *run(policy, rollout, advantages, config, sgd=0.1)
+        batch = make_batch(rollout, advantages, config.algorithm)
+        (minibatch,) = split_minibatches(packing(tokens), batch, config)
+        microbatches = split_microbatches(packing(tokens), batch, minibatch, config)
+        return len(microbatches), *run(policy, rollout, advantages, config, sgd=0.1)
 
     _, expected, expected_metrics = steps(1000, rollout, advantages)
     parts = [steps(tokens, rollout, advantages) for tokens in (20, 1)]

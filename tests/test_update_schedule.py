@@ -16,9 +16,10 @@ import pspo.rollout.types
 import pspo.update.learner
 from pspo.config import ModelConfig
 from pspo.losses import GSPO, PSPO, TOPR, NoClip, Surrogate, log_ratio
+from pspo.rollout import Rollout
 from pspo.update import step as update_step
 from pspo.update import update
-from pspo.update.batching import split_minibatches
+from pspo.update.batching import make_batch, padded_tokens, split_microbatches, split_minibatches
 
 
 @pytest.mark.parametrize("mode", ["none", "bf16"])
@@ -115,6 +116,27 @@ def test_a_non_finite_step_never_reaches_the_weights(policy, step, kind):
     assert torch.equal(weights(holder[0].policy), expected)
 
 
+def test_a_step_that_raises_leaves_nothing_to_the_next_one(policy, monkeypatch):
+    """Of an error in the second microbatch, which a loop of a user's own may catch."""
+    rollout, advantages = make_rollout()
+    config = make_config(epochs=1, optimizer={"lr": 3e-3})
+    expected, _ = run(policy, rollout, advantages, config)
+    learner = make_learner(policy, config)
+    backward, calls = update_step.backward, []
+
+    def fails_once(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise ValueError("once")
+        return backward(*args)
+
+    monkeypatch.setattr(update_step, "backward", fails_once)
+    with pytest.raises(ValueError, match="once"):
+        update(learner, rollout, advantages, config)
+    update(learner, rollout, advantages, config)
+    assert torch.equal(weights(learner.policy), expected)
+
+
 def fails_above(function, rows: int, calls: list[int]):
     """A pass that works, gradient and all, and only then finds no memory, where its batch has more rows."""
 
@@ -159,10 +181,17 @@ def test_old_log_probs_that_run_out_of_memory_are_all_of_the_smaller_shapes(poli
     """Of the second minibatch, whose ratios are 1 where the first one's step moves nothing."""
     rollout, advantages = make_rollout()
     config = make_config(PSPO(0.3), **OFF_POLICY | {"optimizer": {"lr": 1e-30, "options": {"weight_decay": 0.0}}})
-    calls: list[int] = []
-    monkeypatch.setattr(update_step, "add_batch_logprobs", fails_above(update_step.add_batch_logprobs, 3, calls))
+    rows, logprobs = [], Rollout.logprobs
+
+    def fails_above_three(part, *args):
+        rows.append(len(part))
+        if len(part) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return logprobs(part, *args)
+
+    monkeypatch.setattr(Rollout, "logprobs", fails_above_three)
     metrics = update(make_learner(policy, config), rollout, advantages, config)
-    assert max(calls) > 3
+    assert max(rows) > 3
     assert metrics[1]["ratio_min"] == metrics[1]["ratio_max"] == 1
 
 
@@ -203,7 +232,14 @@ class Kept(NoClip):
     silent_at_zero_advantage = False
 
 
-def padded_tokens(batch, group_size=G):
+def split(learner, rollout, advantages, config):
+    """Counts and microbatches of each minibatch."""
+    batch = make_batch(rollout, advantages, config.algorithm)
+    minibatches = split_minibatches(learner, batch, config)
+    return [(minibatch.counts, split_microbatches(learner, batch, minibatch, config)) for minibatch in minibatches]
+
+
+def tokens_of(batch, group_size=G):
     """What a microbatch costs: each prompt once, at the width of the longest, and all completions likewise."""
     prompts = {int(text) // group_size for text in batch.rollout.texts}
     return len(prompts) * batch.rollout.prompt_ids.shape[1] + batch.rollout.completion_ids.numel()
@@ -216,10 +252,9 @@ def padded_tokens(batch, group_size=G):
 def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches, sizes, tokens):
     rollout, advantages = make_rollout(groups)
     config = make_config(Kept(), minibatches=minibatches)
-    minibatch_list = split_minibatches(packing(tokens), rollout, advantages, config)
     start = 0
-    for size, minibatch in zip(sizes, minibatch_list, strict=True):
-        counts, batches = minibatch.counts, minibatch.batches
+    minibatches_of_tokens = split(packing(tokens), rollout, advantages, config)
+    for size, (counts, batches) in zip(sizes, minibatches_of_tokens, strict=True):
         rows = range(start, start + size * G)
         seen = [int(text) for batch in batches for text in batch.rollout.texts]
         assert sorted(seen) == list(rows)
@@ -227,7 +262,7 @@ def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches,
         assert (counts.sequences, counts.max_completion_tokens) == (size * G, config.rollout.max_completion_tokens)
         assert counts.tokens == sum(int(rollout.completion_mask[i].sum()) for i in rows)
         for batch in batches:
-            assert padded_tokens(batch) <= tokens or len(batch.rollout) == 1
+            assert tokens_of(batch) <= tokens or len(batch.rollout) == 1
         longest = [max(int(rollout.completion_mask[i].sum()) for i in seen[k : k + G]) for k in range(0, len(seen), G)]
         assert longest == sorted(longest, reverse=True)
         if tokens == 10**6:
@@ -242,16 +277,20 @@ def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
     """Ranks with shards and models with states compute prompts row by row; others once for the rows of a prompt."""
     rollout, advantages = make_rollout(8)
     config = make_config(Kept())
-    plain = split_minibatches(packing(120), rollout, advantages, config)[0].batches
-    assert all(padded_tokens(batch) == batch.padded_tokens() for batch in plain)
-    unshared = split_minibatches(packing(120, shares_prompts=False), rollout, advantages, config)[0].batches
-    assert len(unshared) > len(plain)
-    assert all(padded_tokens(batch, group_size=1) <= 120 for batch in unshared)
-    assert all(padded_tokens(batch, group_size=1) == batch.padded_tokens(shared=False) for batch in unshared)
+    whole = make_batch(rollout, advantages, config.algorithm)
+    shared, unshared = packing(120), packing(120, shares_prompts=False)
+    counted = {}
+    for learner, group_size in ((shared, G), (unshared, 1)):
+        ((_, batches),) = split(learner, rollout, advantages, config)
+        for batch in batches:
+            assert padded_tokens(learner, whole, batch.indices.tolist(), config) == tokens_of(batch, group_size)
+        counted[group_size] = len(batches)
+        assert max(tokens_of(batch, group_size) for batch in batches) <= 120
+    assert counted[1] > counted[G]
 
 
 def test_what_fills_up_the_passes_of_a_rank_holds_no_token(monkeypatch):
     rollout, advantages = make_rollout(8)
     monkeypatch.setattr(pspo.distributed, "max_over_ranks", lambda value: value + 2)
-    batches = split_minibatches(packing(10**6, is_sharded=True), rollout, advantages, make_config())[0].batches
+    ((_, batches),) = split(packing(10**6, is_sharded=True), rollout, advantages, make_config())
     assert [bool(batch.rollout.loss_mask.any()) for batch in batches] == [True, False, False]

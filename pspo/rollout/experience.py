@@ -7,11 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pspo.config import RolloutConfig, switches_with
+from pspo.config import AlgorithmConfig, RolloutConfig, switches_with
 from pspo.rollout.engine import EngineSampler
 from pspo.rollout.prompts import PromptStream
 from pspo.rollout.sampler import How
 from pspo.rollout.types import Rollout, join
+
+
+def trained_rows(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """(B,) bool: the rows with a signal, a token in the loss whose advantage, (B,) or (B, T), is not 0.
+
+    Others have no gradient but that of terms, such as a KL penalty. Resampling replaces groups without such a row, and
+    a step's statistics are of these rows.
+    """
+    mask = rollout.loss_mask
+    if algorithm.mask_truncated:
+        mask = mask & rollout.terminated[:, None]
+    return (mask & (advantages.reshape(len(rollout), -1) != 0)).any(dim=1)
 
 
 @dataclass(frozen=True)
@@ -40,10 +52,10 @@ class Experience:
     drawn_rewards: list[float] = field(default_factory=list)
     drawn_tokens: int = 0
 
-    @property
-    def has_signal(self) -> list[bool]:
-        """By group, True if an advantage is not 0: with group-relative ones, if its rewards differ."""
-        return self.advantages.view(len(self.prompt_indices), -1).any(dim=1).tolist()
+    def has_signal(self, algorithm: AlgorithmConfig) -> list[bool]:
+        """By group, True if it has a row of `trained_rows`: with group-relative advantages, if its rewards differ."""
+        rows = trained_rows(self.rollout, self.advantages, algorithm)
+        return rows.view(len(self.prompt_indices), -1).any(dim=1).tolist()
 
     @property
     def row_advantages(self) -> list[float]:
@@ -54,14 +66,14 @@ class Experience:
         return (self.advantages.sum(dim=1) / lengths).tolist()
 
 
-def refill(experience: Experience, fresh: Experience) -> Experience:
+def refill(experience: Experience, fresh: Experience, algorithm: AlgorithmConfig) -> Experience:
     """Replace groups without signal by those of ``fresh`` that have one, until none is left.
 
     The advantages are left out: some estimators need all rows.
     """
     n_groups = len(experience.prompt_indices)
     group_size = len(experience.rewards) // n_groups
-    has_signal = experience.has_signal + fresh.has_signal
+    has_signal = experience.has_signal(algorithm) + fresh.has_signal(algorithm)
     spare = [group for group in range(n_groups, len(has_signal)) if has_signal[group]]
     groups = []
     for group in range(n_groups):

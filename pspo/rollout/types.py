@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -205,14 +206,14 @@ def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
     return Rollout(**joined)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Batch:
     """A rollout, or some rows of one, as the loss sees it.
 
     Attributes:
         rollout: B rows.
         advantages: (B, 1) or (B, T) float32, on the CPU.
-        old_logprobs: (B, T) float32 without gradient, what ratios are formed against; None until the first visit.
+        old_logprobs: (B, T) float32 without gradient, what ratios are formed against; None for the policy's own.
         ref_logprobs: (B, T) float32 without gradient, of the reference model; None if beta is 0.
         indices: (B,) int64, of the rows in the rollout that they were taken from; None for a whole one.
     """
@@ -223,30 +224,34 @@ class Batch:
     ref_logprobs: Tensor | None = None
     indices: Tensor | None = None
 
+    @cached_property
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """Tokens of each row's prompt, and of its completion."""
+        return self.rollout.prompt_mask.sum(dim=1).tolist(), self.rollout.completion_mask.sum(dim=1).tolist()
+
     def rows(self, indices: Tensor) -> "Batch":
         """The rows at ``indices`` (b,) int64, trimmed as `Rollout.rows` trims them."""
         rollout = self.rollout.rows(indices)
         width = rollout.completion_ids.shape[1]
+        old = self.old_logprobs
+        ref = self.ref_logprobs
         return Batch(
             rollout=rollout,
             advantages=self.advantages[indices, :width],
-            old_logprobs=None if self.old_logprobs is None else self.old_logprobs[indices, :width],
-            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[indices, :width],
+            old_logprobs=None if old is None else old[to_device(indices, old.device), :width],
+            ref_logprobs=None if ref is None else ref[to_device(indices, ref.device), :width],
             indices=indices if self.indices is None else self.indices[indices],
         )
 
     def loss_inputs(self, rows: slice, logprobs: Tensor, entropies: Tensor, step: int) -> LossInputs:
-        """Inputs of the loss at some whole rows, from log-probs and entropies (n,) of their completion tokens.
-
-        Before the first optimizer step of the rows the old log-probs are the policy's own: then all ratios are 1.
-        """
+        """Inputs of the loss at some whole rows, from log-probs and entropies (n,) of their completion tokens."""
         device = logprobs.device
         completion_mask = self.rollout.completion_mask[rows]
         sampler_logprobs = self.rollout.sampler_logprobs
         logprobs = unflatten(logprobs, completion_mask)
         return LossInputs(
             logprobs=logprobs,
-            old_logprobs=logprobs.detach() if self.old_logprobs is None else self.old_logprobs[rows].to(device),
+            old_logprobs=logprobs.detach() if self.old_logprobs is None else self.old_logprobs[rows],
             advantages=to_device(self.advantages[rows], device),
             mask=to_device(self.rollout.loss_mask[rows], device),
             entropies=unflatten(entropies, completion_mask),
@@ -260,14 +265,3 @@ class Batch:
         row = self.rows(torch.zeros(1, dtype=torch.long))
         masked = replace(row.rollout, completion_mask=torch.zeros_like(row.rollout.completion_mask))
         return replace(row, rollout=masked)
-
-    def halves(self) -> list["Batch"]:
-        """The first and the second half of the rows; a single row stays whole."""
-        parts = torch.arange(len(self.rollout)).tensor_split(2)
-        return [self.rows(part) for part in parts if len(part)]
-
-    def padded_tokens(self, shared: bool = True) -> int:
-        """Tokens that a forward pass computes, padding included, prompts of adjacent rows once if they are shared."""
-        ids = self.rollout.prompt_ids
-        prompts = 1 + int((ids[1:] != ids[:-1]).any(dim=1).sum()) if shared else len(ids)
-        return prompts * ids.shape[1] + self.rollout.completion_ids.numel()

@@ -1,4 +1,5 @@
 """The optimizer steps of one rollout: `update` takes them, and a `Learner` is what they change."""
 
 from pspo.update.learner import Learner
-from pspo.update.step import keep_logprobs, update
+from pspo.update.old import keep_logprobs
+from pspo.update.step import update

@@ -1,109 +1,121 @@
-"""Assign the rows of a rollout to optimizer steps and microbatches; halve microbatches when memory runs out."""
+"""Assign the rows of a rollout to optimizer steps and microbatches; smaller microbatches when memory runs out."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from pspo import distributed as dist
-from pspo.config import TrainConfig
+from pspo.config import AlgorithmConfig, TrainConfig
 from pspo.losses import Counts
 from pspo.model import is_out_of_memory
 from pspo.model.device import MICROBATCH_TOKENS
+from pspo.rollout.experience import trained_rows
 from pspo.rollout.types import Batch, Rollout
 from pspo.update.learner import Learner
 
 
-@dataclass
+@dataclass(frozen=True)
 class Minibatch:
-    """One optimizer step: this rank's microbatches, and tokens and sequences counted over all ranks."""
+    """One optimizer step.
+
+    Attributes:
+        counts: tokens and sequences over all ranks, those of rows without a gradient included.
+        groups: this rank's rows that have a gradient, by group, long completions first; never empty.
+    """
 
     counts: Counts
-    batches: list[Batch]
+    groups: list[list[int]]
 
 
-def split_minibatches(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[Minibatch]:
-    """Assign rows to optimizer steps and to microbatches that fit the memory, once for all epochs of a rollout.
-
-    Groups stay whole in a step, sorted by length there, so that microbatches hold little padding. Rows without a
-    gradient are left out but counted: loss and gradient stay the same.
-    """
-    if learner.microbatch_tokens is None:
-        learner.microbatch_tokens = config.optimizer.microbatch_tokens or MICROBATCH_TOKENS
-    if config.algorithm.correction != "none" and rollout.sampler_logprobs is None:
+def make_batch(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig) -> Batch:
+    """All rows of a rollout as the loss sees them; raises ValueError if it lacks what the algorithm needs."""
+    if algorithm.correction != "none" and rollout.sampler_logprobs is None:
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
-    if config.algorithm.nucleus == "replay" and rollout.nucleus is None:
+    if algorithm.nucleus == "replay" and rollout.nucleus is None:
         raise ValueError("--algorithm.nucleus replay needs nuclei: make_sampling(..., algorithm=config.algorithm)")
-    if config.algorithm.mask_truncated:
+    if algorithm.mask_truncated:
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
-    advantages = advantages.cpu().reshape(len(rollout.texts), -1)  # (B, 1) or (B, T)
-    whole = Batch(rollout, advantages, rollout.behaviour_logprobs)
-    group_size = config.rollout.group_size
-    prompt_lengths = rollout.prompt_mask.sum(dim=1).tolist()
-    completion_lengths = rollout.completion_mask.sum(dim=1).tolist()
+    return Batch(rollout, advantages.cpu().reshape(len(rollout), -1))
 
-    def padded_tokens(rows: list[int]) -> int:
-        """Tokens of a forward pass over some rows, padding included."""
-        prompts = len({row // group_size for row in rows}) if learner.shares_prompts else len(rows)
-        prompt_width = max(prompt_lengths[row] for row in rows)
-        completion_width = max(completion_lengths[row] for row in rows)
-        return prompts * prompt_width + len(rows) * completion_width
 
-    loss_tokens = rollout.loss_mask.sum(dim=1)
+def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuffled: bool = False) -> list[Minibatch]:
+    """Assign the rows of a rollout to an epoch's optimizer steps: groups stay whole, in the order in which they came.
+
+    With ``shuffled`` the order is random, by --run.seed, the rank and the steps taken.
+
+    Rows without a gradient are left out but counted: loss and gradient stay the same.
+    """
+    algorithm = config.algorithm
+    loss_tokens = batch.rollout.loss_mask.sum(dim=1)
+    _, lengths = batch.lengths
     has_gradient = loss_tokens > 0
-    pieces = (config.algorithm.surrogate, *config.algorithm.loss_terms)
+    pieces = (algorithm.surrogate, *algorithm.loss_terms)
     if all(getattr(piece, "silent_at_zero_advantage", False) for piece in pieces):
-        has_gradient &= whole.advantages.any(dim=1)
-
+        has_gradient = trained_rows(batch.rollout, batch.advantages, algorithm)
+    groups = torch.arange(len(batch.rollout)).view(-1, config.rollout.group_size)
+    if shuffled:
+        generator = np.random.default_rng((config.run.seed, dist.rank(), learner.steps))
+        groups = groups[generator.permutation(len(groups))]
     minibatches = []
-    for groups in torch.arange(len(advantages)).view(-1, group_size).tensor_split(config.algorithm.minibatches):
-        trained = [group[has_gradient[group]].tolist() for group in groups]
-        trained = sorted(filter(None, trained), key=lambda rows: -max(completion_lengths[row] for row in rows))
+    for part in groups.tensor_split(algorithm.minibatches):
+        trained = [group[has_gradient[group]].tolist() for group in part]
+        trained = sorted(filter(None, trained), key=lambda rows: -max(lengths[row] for row in rows))
         if not trained:
-            trained = [[int(groups[0, 0])]]  # one row, of zero gradient: without any AdamW would skip its update
-        batches = [whole.rows(torch.tensor(rows)) for rows in pack(trained, padded_tokens, learner.microbatch_tokens)]
-        if learner.is_sharded:  # every rank must run the same number of passes
-            missing = dist.max_over_ranks(len(batches)) - len(batches)
-            batches += [batches[0].masked_row()] * missing
-        sizes = torch.tensor([int(loss_tokens[groups.flatten()].sum()), groups.numel()])
+            trained = [[int(part[0, 0])]]  # one row, of zero gradient: without any AdamW would skip its update
+        sizes = torch.tensor([int(loss_tokens[part.flatten()].sum()), part.numel()])
         if learner.n_ranks > 1:
             sizes = dist.sum_over_ranks(sizes)
-        counts = Counts(*sizes.tolist(), config.rollout.max_completion_tokens)
-        minibatches.append(Minibatch(counts, batches))
+        minibatches.append(Minibatch(Counts(*sizes.tolist(), config.rollout.max_completion_tokens), trained))
     return minibatches
 
 
-def pack(groups: list[list[int]], tokens: Callable[[list[int]], int], limit: float) -> list[list[int]]:
-    """Fill microbatches with groups of rows, in order, up to ``limit`` tokens; only a larger group is split."""
-    microbatches: list[list[int]] = [[]]
-    for group in groups:
+def split_microbatches(learner: Learner, batch: Batch, minibatch: Minibatch, config: TrainConfig) -> list[Batch]:
+    """Fill microbatches with a minibatch's rows up to the learner's tokens; only a larger group is split.
+
+    With shards every rank must run the same number of passes: masked rows fill up.
+    """
+    limit = learner.microbatch_tokens or config.optimizer.microbatch_tokens or MICROBATCH_TOKENS
+    filled: list[list[int]] = [[]]
+    for group in minibatch.groups:
         parts = [group]
-        if tokens(group) > limit:
+        if padded_tokens(learner, batch, group, config) > limit:
             parts = [[row] for row in group]
-        for part in parts:
-            if microbatches[-1] and tokens(microbatches[-1] + part) > limit:
-                microbatches.append([])
-            microbatches[-1] += part
+        for rows in parts:
+            if filled[-1] and padded_tokens(learner, batch, filled[-1] + rows, config) > limit:
+                filled.append([])
+            filled[-1] += rows
+    microbatches = [batch.rows(torch.tensor(rows)) for rows in filled]
+    if learner.is_sharded:
+        missing = dist.max_over_ranks(len(microbatches)) - len(microbatches)
+        microbatches += [microbatches[0].masked_row()] * missing
     return microbatches
 
 
-def can_halve(learner: Learner, minibatch: Minibatch, error: RuntimeError) -> bool:
-    """True if memory ran out and halving can help; never with shards, whose ranks must run equally many passes."""
-    has_rows = max(len(batch.rollout) for batch in minibatch.batches) > 1
+def padded_tokens(learner: Learner, batch: Batch, rows: list[int], config: TrainConfig) -> int:
+    """Tokens of a forward pass over some rows of a rollout, padding included; prompts once if they are shared."""
+    prompt_lengths, completion_lengths = batch.lengths
+    prompts = len({row // config.rollout.group_size for row in rows}) if learner.shares_prompts else len(rows)
+    return prompts * max(prompt_lengths[row] for row in rows) + len(rows) * max(completion_lengths[row] for row in rows)
+
+
+def can_shrink(learner: Learner, microbatches: list[Batch], error: RuntimeError) -> bool:
+    """True if memory ran out and fewer rows can help; never with shards, whose ranks must run equally many passes."""
+    has_rows = max(len(part.rollout) for part in microbatches) > 1
     return has_rows and is_out_of_memory(error) and not learner.is_sharded
 
 
-def halve(learner: Learner, minibatch: Minibatch) -> None:
-    """Divide each microbatch into halves, and make those of later rollouts as small.
+def shrink_microbatches(learner: Learner, batch: Batch, microbatches: list[Batch], config: TrainConfig) -> None:
+    """Allow half the tokens of the largest microbatch of several rows, now and in later rollouts.
 
     The denominators are the minibatch's, so the gradient is the same to rounding.
     """
-    limit = max(1, max(batch.padded_tokens(learner.shares_prompts) for batch in minibatch.batches) // 2)
-    learner.microbatch_tokens = min(limit, learner.microbatch_tokens)
-    minibatch.batches = [half for batch in minibatch.batches for half in batch.halves()]
+    several = [part.indices.tolist() for part in microbatches if len(part.rollout) > 1]
+    limit = max(padded_tokens(learner, batch, rows, config) for rows in several) // 2
+    learner.microbatch_tokens = limit
     torch.cuda.empty_cache()  # does nothing without a GPU
     advice = f"{limit:,} tokens from here on (--optimizer.microbatch_tokens)"
     tqdm.write(f"out of memory: the step is repeated, with microbatches of at most {advice}", file=sys.stderr)

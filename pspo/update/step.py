@@ -14,9 +14,18 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
 from pspo.model import autocast, head_logprobs, hidden_states, row_chunks
+from pspo.rollout.experience import trained_rows
 from pspo.rollout.types import Batch, Rollout
-from pspo.update.batching import Minibatch, can_halve, halve, split_minibatches
+from pspo.update.batching import (
+    Minibatch,
+    can_shrink,
+    make_batch,
+    shrink_microbatches,
+    split_microbatches,
+    split_minibatches,
+)
 from pspo.update.learner import Learner
+from pspo.update.old import RowLogprobs, old_logprobs, reference_logprobs
 from pspo.update.tokens import Visit, concat_columns, step_metrics, token_columns
 
 
@@ -27,45 +36,55 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     metrics of each step over all ranks' rows. Raises ValueError if the rollout lacks what --algorithm needs, or all of
     --run.max_steps are taken.
     """
+    algorithm = config.algorithm
     steps_left = config.run.max_steps - learner.steps
     if steps_left <= 0:
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
-    if config.algorithm.beta > 0 and learner.reference is None:
+    if algorithm.beta > 0 and learner.reference is None:
         raise ValueError("--algorithm.beta needs a reference model: pspo.update.learner.make_learner loads one")
-    minibatches = split_minibatches(learner, rollout, advantages, config)
-    if len(minibatches) > 1 or learner.reference is not None:
-        add_fixed_logprobs(learner, minibatches, config)
+    batch = make_batch(rollout, advantages, algorithm)
+    minibatches = split_minibatches(learner, batch, config)
+    old = old_logprobs(learner, batch, minibatches, config)
+    batch = replace(batch, ref_logprobs=reference_logprobs(learner, batch, minibatches, config))
     steps = []
-    for minibatch in (minibatches * config.algorithm.epochs)[:steps_left]:
-        steps.append(take_step(learner, minibatch, config))
+    for epoch in range(algorithm.epochs):
+        if algorithm.shuffle and epoch > 0:
+            minibatches = split_minibatches(learner, batch, config, shuffled=True)
+        for minibatch in minibatches[: steps_left - len(steps)]:
+            steps.append(take_step(learner, batch, old, minibatch, config))
     return steps
 
 
-def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> dict[str, float]:
+def take_step(
+    learner: Learner, batch: Batch, old: RowLogprobs, minibatch: Minibatch, config: TrainConfig
+) -> dict[str, float]:
     """Accumulate a minibatch's gradient, sum it over the ranks, clip it, and step; returns the step's metrics.
 
     If memory runs out, the whole minibatch is tried again with smaller microbatches. A loss or gradient that is not
     finite is counted and skipped.
     """
+    counts = minibatch.counts
     while True:
+        learner.optimizer.zero_grad()  # of a step that raised, and of passes that ran out of memory
+        microbatches = split_microbatches(learner, batch, minibatch, config)
         passes = []  # by microbatch
         try:
-            for batch in minibatch.batches:
+            for microbatch in microbatches:
+                part = replace(microbatch, old_logprobs=old.rows(microbatch))
                 if learner.is_sharded:  # FSDP gathers the weights around what it takes for a forward pass
-                    part = partial(backward, learner, batch, minibatch.counts, config)
-                    passes.append(learner.policy.call_with_weights(part))
+                    passes.append(learner.policy.call_with_weights(partial(backward, learner, part, counts, config)))
                 else:
-                    passes.append(backward(learner, batch, minibatch.counts, config))
+                    passes.append(backward(learner, part, counts, config))
             break
         except RuntimeError as error:
-            if not can_halve(learner, minibatch, error):
+            if not can_shrink(learner, microbatches, error):
                 raise
-        learner.optimizer.zero_grad()  # outside the except block, whose error holds the tensors of the failed pass
-        halve(learner, minibatch)
-    for batch, visits in zip(minibatch.batches, passes, strict=True):
-        if batch.old_logprobs is None:  # the first visit's, in the shapes that all later ones are computed in
-            batch.old_logprobs = torch.cat([visit.inputs.logprobs for visit in visits])
-    visits = [visit for part in passes for visit in part]
+        # Outside the except block, whose error holds the tensors of the failed pass.
+        shrink_microbatches(learner, batch, microbatches, config)
+    for microbatch, visits in zip(microbatches, passes, strict=True):
+        if old.rows(microbatch) is None:  # the first visit, before any step
+            old.store(microbatch, torch.cat([visit.inputs.logprobs for visit in visits]))
+    visits = [visit for visits in passes for visit in visits]
 
     loss = torch.stack([visit.loss for visit in visits]).sum()
     if learner.n_ranks > 1:
@@ -84,12 +103,13 @@ def take_step(learner: Learner, minibatch: Minibatch, config: TrainConfig) -> di
     learner.optimizer.zero_grad()
     learner.steps += 1
 
-    tokens = token_columns(visits, config.algorithm)
+    tokens = token_columns(visits)
+    tokens["is_trained"] = trained_rows(batch.rollout, batch.advantages, config.algorithm)[tokens["row"]]
     if learner.record is not None:
         learner.record.add(learner.steps, tokens)
     if learner.n_ranks > 1:
         tokens = concat_columns(tokens)
-    metrics = {"loss": loss} | step_metrics(tokens, minibatch.counts, config.algorithm)
+    metrics = {"loss": loss} | step_metrics(tokens, counts, config.algorithm)
     return metrics | {"grad_norm": grad_norm, "lr": lr, "step_skipped": float(not is_finite)}
 
 
@@ -130,51 +150,3 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
             with torch.autocast(device_type, enabled=False):
                 hidden.backward(torch.cat(gradients))
     return visits
-
-
-def add_fixed_logprobs(
-    learner: Learner, minibatches: list[Minibatch], config: TrainConfig, first: int = 1, with_reference: bool = True
-) -> None:
-    """Compute what needs a pass before any step: reference log-probs, and old ones of minibatch ``first`` and later."""
-    for i, minibatch in enumerate(minibatches):
-        with_old = i >= first and minibatch.batches[0].old_logprobs is None
-        while True:
-            try:
-                for batch in minibatch.batches:
-                    with autocast(config.model.autocast, learner.policy.device):
-                        add_batch_logprobs(learner, batch, config.rollout.temperature, with_old, with_reference)
-                break
-            except RuntimeError as error:
-                if not can_halve(learner, minibatch, error):
-                    raise
-            halve(learner, minibatch)  # then all again, in the shapes that are trained in from here on
-
-
-def add_batch_logprobs(
-    learner: Learner, batch: Batch, temperature: float, with_old: bool, with_reference: bool
-) -> None:
-    """Give a microbatch its reference log-probs, and its old ones."""
-    if with_old:
-        batch.old_logprobs = batch.rollout.logprobs(learner.policy, temperature)
-    if with_reference and learner.reference is not None:
-        with learner.reference_model() as reference:
-            batch.ref_logprobs = batch.rollout.logprobs(reference, temperature)
-
-
-def keep_logprobs(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> Rollout:
-    """Give a rollout the log-probs of the policy as it is now, in the shapes that `update` will compute in,
-    unless memory runs out.
-
-    Rows that `update` leaves out have zeros. An engine's log-probs are kept as they are.
-    """
-    if config.ratios_to_engine:
-        return replace(rollout, behaviour_logprobs=rollout.sampler_logprobs)
-    minibatches = split_minibatches(learner, rollout, advantages, config)
-    add_fixed_logprobs(learner, minibatches, config, first=0, with_reference=False)
-    dtype = minibatches[0].batches[0].old_logprobs.dtype
-    logprobs = torch.zeros(rollout.completion_ids.shape, dtype=dtype)
-    for minibatch in minibatches:
-        for batch in minibatch.batches:
-            width = batch.old_logprobs.shape[1]
-            logprobs[:, :width].index_add_(0, batch.indices, batch.old_logprobs.cpu())
-    return replace(rollout, behaviour_logprobs=logprobs)

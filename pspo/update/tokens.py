@@ -27,7 +27,7 @@ class Visit:
     mask: Tensor  # (b, t) bool, that of the inputs, on the CPU
 
 
-def token_columns(visits: list[Visit], algorithm: AlgorithmConfig) -> dict[str, Tensor]:
+def token_columns(visits: list[Visit]) -> dict[str, Tensor]:
     """By name the values (n,) at this rank's unmasked tokens, on the CPU, with the names of `COLUMNS`."""
     columns = defaultdict(list)
     for visit in visits:
@@ -59,13 +59,18 @@ def concat_columns(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Statistics of a step over the tokens of `token_columns`, all ranks': `diagnose`, entropy, and those of terms."""
+    """Statistics of a step over the tokens of `token_columns`, all ranks': `diagnose`, entropy, and those of terms.
+
+    The entropy is of the rows with a signal, see `trained_rows`; of all that were passed if none has one.
+    """
     logprobs = tokens["logprob"]
     old_logprobs = tokens["old_logprob"]
     is_active = tokens["advantage"] != 0
     active = {name: values[is_active] for name, values in tokens.items()}
     metrics = diagnose(active["logprob"], active["old_logprob"], active["advantage"], active["weight"], active["row"])
-    metrics["entropy"] = tokens["entropy"].sum().item() / max(len(logprobs), 1)
+    is_trained = tokens["is_trained"].bool()
+    entropies = tokens["entropy"][is_trained] if is_trained.any() else tokens["entropy"]
+    metrics["entropy"] = entropies.sum().item() / max(len(entropies), 1)
     if algorithm.beta > 0:
         everywhere = torch.ones_like(is_active)
         kl = kl_estimate(logprobs, tokens["reference_logprob"], everywhere, algorithm.kl_estimator, old_logprobs)
