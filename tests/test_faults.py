@@ -318,8 +318,9 @@ def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen(capsys)
 def test_empty_and_truncated_completions_are_counted():
     rows = {"text": ["", " \n", "a", "b c"], "problem": [Problem("?")] * 4, "truncated": [False, False, True, True]}
     rows |= {"reward": [0.0, 1.0, math.nan, 0.5], "reward/A": [math.nan] * 4, "advantage": [0.0] * 4, "tokens": [1] * 4}
-    seen = rollout_metrics(rows)
+    seen = rollout_metrics(rows | {"trained": [True, False, False, False]})
     assert (seen["empty_share"], seen["truncated_share"], seen["reward_unknown_share"]) == (0.5, 0.5, 0.25)
+    assert seen["trained_share"] == 0.25
     assert seen["reward"] == 0.5
     assert math.isnan(seen["reward/A"])
 

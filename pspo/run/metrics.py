@@ -20,6 +20,7 @@ def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
             metrics[name] = mean_of_known(values)
     metrics["reward_unknown_share"] = np.isnan(rows["reward"]).mean()
     metrics["empty_share"] = np.mean([not text.strip() for text in rows["text"]])
+    metrics["trained_share"] = np.mean(rows["trained"])
     metrics["zero_advantage_share"] = np.mean([advantage == 0 for advantage in rows["advantage"]])
     metrics["completion_tokens"] = np.mean(rows["tokens"])
     metrics["completion_tokens_max"] = max(rows["tokens"])

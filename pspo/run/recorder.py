@@ -16,6 +16,7 @@ from pspo.config import TrainConfig
 from pspo.environments import transcripts
 from pspo.errors import RunFailed
 from pspo.rollout import Experience, Prompts
+from pspo.rollout.experience import trained_rows
 from pspo.run.folders import checkpoints, write_errors
 from pspo.run.metrics import mean_of_known, rollout_metrics, sample_line, sample_record, status
 from pspo.run.trackers import Service, TensorBoard, log_rollout
@@ -119,6 +120,7 @@ class Recorder:
             "text": rollout.texts,
             "reward": experience.rewards.tolist(),
             "advantage": experience.row_advantages,
+            "trained": trained_rows(rollout, experience.advantages, self.config.algorithm).tolist(),
             "tokens": rollout.loss_mask.sum(dim=1).tolist(),
             "truncated": (~rollout.terminated).tolist(),
         }
