@@ -1,6 +1,5 @@
-"""The card of each saved model: what the hub reads, the numbers, code that loads it; the command that evaluates it."""
+"""The card of each saved model: what the hub reads, the numbers; the command that evaluates it."""
 
-import re
 import shlex
 
 import pytest
@@ -10,7 +9,8 @@ from pspo.cli.files import read_json
 from pspo.cli.parse import parse
 from pspo.cli.python import config_from_python
 from pspo.config import SYSTEM_PROMPT, EvaluateConfig, TrainConfig
-from pspo.run.card import evaluate_command, model_card
+from pspo.run.card import model_card
+from pspo.run.describe import evaluate_command
 from pspo.tasks import ExactMatch
 from pspo.train import main
 
@@ -23,10 +23,10 @@ UNMEASURED = {"before": {}, "after": {}, "final": {}, "validation": {}, "best_st
 
 
 def card(*args: str) -> str:
-    return model_card(*parse(TrainConfig, "pspo.train", args), 10, UNMEASURED)
+    return str(model_card(*parse(TrainConfig, "pspo.train", args), 10, UNMEASURED))
 
 
-def test_the_card_has_the_run_in_numbers_and_code_that_loads_the_model(here, capsys):
+def test_the_card_has_the_run_in_numbers(here):
     main(ARGS)
     run = here / "out"
     summary = read_json(run / "summary.json")
@@ -37,12 +37,7 @@ def test_the_card_has_the_run_in_numbers_and_code_that_loads_the_model(here, cap
         assert "rollout.top_p" not in text  # the default
         for test in ("before", "after"):
             assert f"{100 * summary[test]['accuracy']:.1f}% [" in text
-
-    text = (run / "final/README.md").read_text().replace("path/to/this/model", "out/final")
-    (code,) = re.findall(r"````python\n(.*?)````", text, re.DOTALL)
-    assert SYSTEM_PROMPT in code
-    exec(code, {})
-    assert SYSTEM_PROMPT in capsys.readouterr().out  # the conversation, with the model's answer
+        assert f"System prompt: `{SYSTEM_PROMPT}`" in text
 
 
 @pytest.mark.parametrize(
@@ -64,9 +59,9 @@ def test_the_hub_reads_its_front_matter(here, args, base_model, datasets):
 
 
 def test_values_of_the_configuration_are_shown_and_do_nothing():
-    text = card("--data.name=a|b](http://c)<img>", "--data.system_prompt=# no\n```\n<b>heading")
+    text = card("--data.name=a|b](http://c)<img>", "--data.system_prompt=# no\n```\n<b>heading {{ 1 + 1 }}")
     assert "`a|b](http://c)<img>`, seed 0" in text
-    assert r'"# no\n```\n<b>heading"' in text.partition("````python")[2].partition("````")[0]
+    assert "`# no ''' <b>heading {{ 1 + 1 }}`" in text
 
 
 def test_the_evaluation_command_measures_the_runs_own_reward():
@@ -78,8 +73,6 @@ def test_the_evaluation_command_measures_the_runs_own_reward():
         data={"name": "letters", "chat_template": {"enable_thinking": False}},
         run={"test_limit": 4},
     )  # fmt: skip
-    card = model_card(config, settings, 1, UNMEASURED)
-    assert "apply_chat_template(messages, enable_thinking=False, add_generation_prompt=True" in card
     words = shlex.split(evaluate_command(settings, "runs/mine/best"))
     assert words[:3] == ["python", "-m", "pspo.evaluate"]
     parsed, _ = parse(EvaluateConfig, "pspo.evaluate", words[3:])

@@ -17,7 +17,7 @@ from pspo.evaluate.__main__ import render
 from pspo.evaluate.evaluation import chunks, evaluate
 from pspo.evaluate.statistics import cluster_bootstrap, pass_at_k, wilson
 from pspo.rollout import How, PolicySampler, Prompts, Rollout, Sampling, encode_prompts, left_pad
-from pspo.tasks import FormatReward, Problem, Reward, load_problems
+from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, Reward, load_problems
 
 # --- statistics -------------------------------------------------------------------------------------------------------
 
@@ -200,10 +200,32 @@ def test_text_answers_vote_by_their_text(scripted):
     problems = [replace(problem, answer="yes") for problem in PROBLEMS.problems[:2]]
     scripted(lambda i, sample: said[i][sample])
     prompts = Prompts(problems, PROBLEMS.ids[:2])
-    result = evaluate(SCRIPTED, HOW, prompts, RewardConfig([FormatReward()]), samples=4).results()
+    result = evaluate(SCRIPTED, HOW, prompts, RewardConfig([ExactMatch()]), samples=4).results()
     assert result["accuracy"]["value"] == 3 / 8
     assert "format_share" not in result  # of numbers
     assert result["maj@4"] == {"value": 0.5, "ci95": wilson(1, 2)}
+
+
+def compares(completions, answer):
+    return [float(str(gold) in text) for gold, text in zip(answer, completions, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("functions", "answer", "is_given"),
+    [
+        ([MathReward()], Fraction(1), True),
+        ([FormatReward(), ExactMatch()], "1", True),
+        ([compares], Fraction(1), True),
+        ([compares], "1", False),
+        ([FormatReward()], Fraction(1), False),
+        ([FormatReward(), ExactMatch()], None, False),
+    ],
+)
+def test_accuracy_is_given_where_a_reward_compares_answers(scripted, functions, answer, is_given):
+    scripted(lambda i, sample: "#### 1")
+    prompts = Prompts([replace(PROBLEMS.problems[0], answer=answer)], PROBLEMS.ids[:1])
+    flat = evaluate(SCRIPTED, HOW, prompts, RewardConfig(functions)).record()
+    assert [name in flat for name in ("accuracy", "gold_anywhere")] == [is_given] * 2
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------

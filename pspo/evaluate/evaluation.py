@@ -16,6 +16,7 @@ from pspo.run.endings import fail_together
 from pspo.tasks import Problem, contains_answer, is_correct, matches_format
 from pspo.tasks.failures import show_failures
 from pspo.tasks.files import plain
+from pspo.tasks.rewards import judges
 
 SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with nearby seeds do not meet
 
@@ -48,7 +49,7 @@ def complete(
     step: int,
     shown_failures: dict[str, str],
 ) -> list[Record]:
-    """Draw and score samples of some problems, one record each."""
+    """Draw and score samples of some problems, one record each; answers are compared if a reward `judges` them."""
     with dist.unsharded(how.model):
         rollout = sampler.draw(prompts.take(indices), samples, how)
     problems = [prompts.problems[i] for i in indices for _ in range(samples)]
@@ -58,15 +59,16 @@ def complete(
     terminated = rollout.terminated.tolist()
     records = []
     for row, (problem, text) in enumerate(zip(problems, rollout.texts, strict=True)):
+        answer = problem.answer if judges(reward.functions, problem.answer) else None
         record = {
             "temperature": how.sampling.temperature,
             "problem": indices[row // samples],
             "sample": row % samples,
             **prompts.record(indices[row // samples]),
             "completion": text,
-            "correct": is_correct(text, problem.answer),
-            "contains_gold": contains_answer(text, problem.answer),
-            "format": None if isinstance(problem.answer, str | None) else matches_format(text),
+            "correct": is_correct(text, answer),
+            "contains_gold": contains_answer(text, answer),
+            "format": None if isinstance(answer, str | None) else matches_format(text),
             "reward": plain(scores.totals[row]),
             "rewards": {name: plain(values[row]) for name, values in scores.by_function.items()},
             "tokens": lengths[row],

@@ -27,12 +27,12 @@ def measures(completions: Sequence[Record], samples: int) -> dict[str, np.ndarra
 
 
 def at_k(completions: Sequence[Record], samples: int) -> dict[str, np.ndarray]:
-    """Values (n, 1) of pass@k for k = 1, 2, 4, ... and all samples, and of maj@k for all; NaN without a gold answer."""
+    """Values (n, 1) of pass@k for k = 1, 2, 4, ... and all samples, and of maj@k for all; NaN without a verdict."""
     ks = sorted({2**j for j in range(samples.bit_length())} | {samples})
     columns: dict[str, list[float]] = {f"pass@{k}": [] for k in ks} | {f"maj@{samples}": []}
     for first in range(0, len(completions), samples):
         records = completions[first : first + samples]
-        answered = records[0]["gold"] is not None
+        answered = records[0]["correct"] is not None
         correct = sum(record["correct"] for record in records) if answered else 0
         for k in ks:
             columns[f"pass@{k}"].append(pass_at_k(samples, correct, k) if answered else math.nan)

@@ -1,147 +1,65 @@
-"""The README.md of a trained model, in the form that the Hugging Face hub reads, and the command that evaluates it."""
+"""The README.md of a trained model, in the form that the Hugging Face hub reads."""
 
-import functools
-import json
 import re
-import shlex
 from pathlib import Path
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from pspo import __version__
-from pspo.cli.files import Settings, argument_text, flat
-from pspo.cli.parse import make_config
+from pspo.cli.files import Settings
 from pspo.cli.terminal import one_line
-from pspo.config import EvaluateConfig, ModelConfig, TrainConfig, switches_with
-from pspo.evaluate.statistics import ESTIMATES, MEANS, Record, from_record, measure_name, table
-from pspo.model.find import find_default_lr, resolve_adapters
-from pspo.tasks.files import plain
+from pspo.config import TrainConfig
+from pspo.evaluate.statistics import Record
+from pspo.model.find import resolve_adapters
+from pspo.run.describe import changed_switches, describe_results
 from pspo.tasks.sources import SOURCES
 
-MERGE_FIRST = "First merge these adapters into their model: `pspo export` makes the folder that follows.\n\n"
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ name }}, trained with {{ method }}
+
+{{ steps }} optimizer steps of {{ surrogate }} on {{ data }}, seed {{ seed }}, by pspo {{ version }}.
+
+* Settings that differ from its defaults: {{ changed }}
+* System prompt: {{ system }}
+
+```text
+{{ results }}
+```
+"""
 
 
-def model_card(config: TrainConfig, settings: Settings, step: int, summary: Record) -> str:
-    """The model after ``step`` optimizer steps: how it was trained, the run's tests and validations, and its use."""
+def model_card(config: TrainConfig, settings: Settings, step: int, summary: Record) -> ModelCard:
+    """The model after ``step`` optimizer steps: how it was trained, the run's tests and validations."""
     base = config.model.name_or_path
     is_on_hub = not Path(base).is_dir() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", base) is not None
-    surrogate = config.algorithm.surrogate
-    method = type(surrogate).__name__
+    method = type(config.algorithm.surrogate).__name__
     sources = [SOURCES[part].hub_id if part in SOURCES else part for part in config.data.name.split("+")]
-    front_matter = ModelCardData(
+    card_data = ModelCardData(
         library_name="peft" if resolve_adapters(config.model).has_adapters else "transformers",
         pipeline_tag="text-generation",
         base_model=base if is_on_hub else None,
         datasets=[source for source in sources if "/" in source] or None,
         tags=["pspo", "reinforcement-learning", method.lower()],
     )
-    system = [{"role": "system", "content": config.data.system_text}] if config.data.system_text else []
-    messages = json.dumps([*system, {"role": "user", "content": "..."}], ensure_ascii=False)
-    template = config.data.chat_template if isinstance(config.data.chat_template, dict) else {}
-    arguments = "".join(f"{name}={value!r}, " for name, value in template.items())
-    changed = ", ".join(changed_switches(config.model, settings))
-    merge = ""
-    if front_matter.library_name == "peft" and not is_on_hub:
-        merge = MERGE_FIRST
-    return f"""---
-{front_matter.to_yaml()}
----
-
-# {one_line(Path(base).name)}, trained with {method}
-
-{step:,} optimizer steps of {code_span(str(surrogate))} on {code_span(config.data.name)}, seed {config.run.seed}, by
-pspo {__version__}. Settings that differ from its defaults: {code_span(changed) if changed else "none"}.
-
-## Evaluation
-
-```text
-{describe_results(summary) or "none"}
-```
-
-## Use
-
-{merge}````python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/model")
-model = AutoModelForCausalLM.from_pretrained("path/to/this/model")
-messages = {messages}
-inputs = tokenizer.apply_chat_template(messages, {arguments}add_generation_prompt=True, return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens={config.rollout.max_completion_tokens})[0]))
-````
-"""  # four: a system prompt may hold three
-
-
-def describe_results(summary: Record) -> str:
-    """The held-out problems' measures of the model before training, of the best and of the final one; validations.
-
-    The reward that was trained comes first: an accuracy of 0 may only mean that this reward asks for something else.
-    """
-    best_step = summary["best_step"]
-    steps = summary["optimizer_steps"]
-    names = [name for name in ("mean_reward", "accuracy", "gold_anywhere", *MEANS) if name in summary["after"]]
-    models = {"before": "before", "after": f"after, step {best_step}"}
-    if best_step != steps:
-        models["final"] = f"final, step {steps}"
-    columns = {}
-    for name in names:
-        header = f"{measure_name(name)} [95%]" if name in ESTIMATES else measure_name(name)
-        columns[header] = {
-            model: from_record(summary[test], name) for test, model in models.items() if name in summary[test]
-        }
-    validations = {}
-    for record in summary["validation"].values():
-        if record:
-            validations[record["step"]] = plain(record["validation_reward"])  # None where no reward was known
-    rewards = []
-    for step, reward in sorted(validations.items()):
-        rewards.append(f"{'unknown' if reward is None else format(reward, '.3f')} at step {step}")
-    lines = [table("greedy, held-out", columns)] if names else []
-    if rewards:
-        lines.append(f"validation reward {', '.join(rewards)}; the model of step {best_step} is returned")
-    if best_step == 0:
-        lines.append("No trained step was better than the untrained model, which is returned")
-    return "\n".join(lines)
+    return ModelCard.from_template(
+        card_data,
+        template_str=TEMPLATE,
+        name=one_line(Path(base).name),
+        method=method,
+        steps=f"{step:,}",
+        surrogate=code_span(str(config.algorithm.surrogate)),
+        data=code_span(config.data.name),
+        seed=config.run.seed,
+        version=__version__,
+        changed=code_span(", ".join(changed_switches(config.model, settings)) or "none"),
+        system=code_span(config.data.system_text or "none"),
+        results=describe_results(summary) or "no tests",
+    )
 
 
 def code_span(text: str) -> str:
     """Text as Markdown shows it unchanged."""
     return f"`{one_line(text).replace('`', chr(39))}`"
-
-
-@functools.cache
-def default_values(config_class: type) -> Settings:
-    """The default of every switch."""
-    _, settings = make_config(config_class, "pspo", [], {})
-    return flat(settings)
-
-
-def changed_switches(model: ModelConfig, settings: Settings) -> list[str]:
-    """Such as "optimizer.lr 0.003", for each switch of the run's setting that is not at its default, paths aside."""
-    hidden = switches_with("no setting") | switches_with("path")
-    defaults = default_values(TrainConfig) | {"optimizer.lr": find_default_lr(model)}
-    changed = []
-    for switch, value in flat(settings).items():
-        if switch not in hidden and value != defaults.get(switch):
-            name = switch.removesuffix(".class_path").replace(".init_args.", ".")
-            changed.append(f"{name} {argument_text(value)}")
-    return changed
-
-
-def evaluate_command(settings: Settings, model: str) -> str:
-    """The command that evaluates a trained model on the same data, prompts and lengths."""
-    values = flat({name: settings[name] for name in ("model", "data", "reward")})
-    for name in ("max_completion_tokens", "environment", "stop_tokens", "stop_strings"):
-        values[f"eval.{name}"] = settings["rollout"][name]
-    values["model.name_or_path"] = model
-    values["data.limit"] = settings["run"]["test_limit"] or None  # the held-out problems of the run itself
-    if settings["data"]["path"] and not settings["run"]["test_limit"]:  # files that may have no test problems
-        values["eval.split"] = "validation"
-    values["run.output_dir"] = str(Path(model).parent / "evaluation")
-    defaults = default_values(EvaluateConfig)
-    words = ["python", "-m", "pspo.evaluate"]
-    for switch, value in values.items():
-        is_first_model = switch == "model.revision" or switch.startswith("model.lora.")
-        if value != defaults[switch] and not is_first_model:
-            words += [f"--{switch}", shlex.quote(argument_text(value))]
-    return " ".join(words)

@@ -19,7 +19,6 @@ from pspo.model import load_policy, load_tokenizer
 from pspo.model.adapters import is_quantized, merged_weights, read_adapters
 from pspo.model.find import resolve_adapters
 from pspo.model.load import write_model
-from pspo.run.card import MERGE_FIRST
 from pspo.run.endings import user_errors
 from pspo.run.folders import whole_folder
 from pspo.tasks.files import local_path
@@ -65,7 +64,7 @@ def export(config: ExportConfig) -> None:
         file = adapters / "README.md"
         card = ModelCard.load(file) if file.is_file() else ModelCard("---\n{}\n---\n# Merged model\n")
         card.data.library_name = "transformers"
-        card.text = card.text.replace(MERGE_FIRST, "") + f"\n## Merged\n\n{summary.capitalize()}.\n"
+        card.text += f"\n## Merged\n\n{summary.capitalize()}.\n"
         card.save(folder / "README.md")
     print(f"{summary}: {output}")
 

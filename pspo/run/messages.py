@@ -9,7 +9,7 @@ from pspo.cli.files import Settings
 from pspo.cli.terminal import clip, printable
 from pspo.model import casts_to_bf16
 from pspo.rollout import Prompts
-from pspo.run.card import changed_switches, describe_results, evaluate_command
+from pspo.run.describe import changed_switches, describe_results, evaluate_command
 from pspo.run.run import Run
 
 FEWEST_TO_CHOOSE = 30  # validation problems, below which choosing the best model is mostly luck

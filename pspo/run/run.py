@@ -175,6 +175,6 @@ class Run:
             with write_errors(self.output / "summary.json"):
                 for model, step in ((self.output / "final", steps), (summary["best_model"], summary["best_step"])):
                     card = model_card(self.config, self.settings, step, summary)
-                    write_text(Path(model) / "README.md", card)
+                    write_text(Path(model) / "README.md", str(card))
                 write_json(self.output / "summary.json", summary)
         return summary

@@ -44,7 +44,12 @@ Result = tuple[list[float | None], Columns]
 
 
 class Reward(ABC):
-    """Base class of all rewards; not a dataclass, so that jsonargparse accepts any subclass by its import path."""
+    """Base class of all rewards; not a dataclass, so that jsonargparse accepts any subclass by its import path.
+
+    ``compares_answers`` is True for one that compares a completion's answer with the gold one, as accuracy does.
+    """
+
+    compares_answers = False
 
     @abstractmethod
     def __call__(self, completions: list[str], *args: Any, **kwargs: Any) -> Sequence[float | None]:
@@ -84,6 +89,8 @@ class MathReward(Reward):
     tolerance: float = 1e-6
     format_bonus: float = 0.05
     marker: Marker = "last"
+
+    compares_answers = True
 
     def __post_init__(self) -> None:
         if not 0 <= float(self.tolerance) < math.inf:
@@ -152,6 +159,17 @@ def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> di
             for text, problem in zip(inputs["completions"], inputs["problems"], strict=True)
         ]
     return arguments
+
+
+def judges(functions: Sequence[Callable[..., Any]], answer: Any) -> bool:
+    """True if accuracy says something about these rewards: one compares with the gold answer, as `is_correct` does.
+
+    A function of a user's that asks for ``answer`` does, if that is a number: texts may be alike in many ways.
+    """
+    if any(isinstance(function, Reward) and function.compares_answers for function in functions):
+        return answer is not None
+    is_number = isinstance(answer, int | Fraction)
+    return is_number and any("answer" in inspect.signature(function).parameters for function in functions)
 
 
 def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Problem]) -> None:

@@ -23,6 +23,7 @@ class ExactMatch(Reward):
     """
 
     ignore_case: bool = False
+    compares_answers = True
 
     def check_problems(self, problems: Sequence[Problem]) -> None:
         for problem in problems:
@@ -84,6 +85,7 @@ class MathVerifyReward(Reward):
 
     seconds: float = 10.0  # limit for one completion
     processes: int = 2  # completions compared at a time
+    compares_answers = True
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
