@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from pspo.cli.files import read_jsonl
 from pspo.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.environments.episodes import observation_ids
-from pspo.environments.tools import parse_calls
+from pspo.environments.tools import call_form, check_calls, parse_calls, write_calls
 from pspo.errors import RewardError, Stopped
 from pspo.model import ASSETS, load_model_config, load_policy, load_tokenizer
 from pspo.model.chat import completion_texts, encode, render_prompts
@@ -365,6 +366,126 @@ def test_calls_are_read_in_the_templates_format(template, text, calls, responses
     tokenizer.chat_template = templates[template]
     tokenizer.response_template = responses if template == "qwen3" else None
     assert parse_calls(tokenizer, text) == calls
+
+
+def search(query: str, limit: int, exact: bool = False, words: list = (), options: dict | None = None):
+    """Search.
+
+    Args:
+        query: what for
+        limit: most results
+        exact: whether whole words
+        words: more of them
+        options: others
+    """
+
+
+class Searches(Echo):
+    tools = (search,)
+
+
+TURNS = """{%- for m in messages -%}<|im_start|>{{ m.role }}
+{{ m.content or '' }}{%- if m.tool_calls -%}OPEN{%- for call in m.tool_calls -%}{%- set f = call.function -%}
+EACH{%- endfor -%}CLOSE{%- endif -%}<|im_end|>
+{%- endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant
+{%- endif -%}"""
+VALUE = "{{ v if v is string else v | tojson }}"
+JSON = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+ITEMS = "{% for k, v in f.arguments | items %}"
+NEXT = "{{ ', ' if not loop.last }}"
+FORMS = {  # what stands before all calls, for each, and behind all, in the templates of
+    "hermes": ("", f"\n<tool_call>\n{JSON}\n</tool_call>", ""),
+    "llama 3": ("", JSON.replace('arguments"', 'parameters"') + "{{ '; ' if not loop.last }}", ""),
+    "mistral": ("[TOOL_CALLS] [", f'{JSON[:-1]}, "id": "{{{{ call.id }}}}"}}{NEXT}', "]"),
+    "mistral 11": ("", "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}", ""),
+    "mistral 3.2": ("", "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ call.id }}[ARGS]{{ f.arguments | tojson }}", ""),
+    "phi 4": ("<|tool_call|>[", JSON + NEXT, "]<|/tool_call|>"),
+    "qwen3 coder": (
+        "", f"\n<tool_call>\n<function={{{{ f.name }}}}>\n{ITEMS}<parameter={{{{ k }}}}>\n"
+        "{{ v | tojson if v is mapping or (v is sequence and v is not string) else v }}\n</parameter>\n"
+        "{% endfor %}</function>\n</tool_call>", "",
+    ),
+    "glm 4.5": (
+        "", f"\n<tool_call>{{{{ f.name }}}}{ITEMS}\n<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{VALUE}</arg_value>"
+        "{% endfor %}\n</tool_call>", "",
+    ),
+    "minimax": (
+        "\n<minimax:tool_call>", f'\n<invoke name="{{{{ f.name }}}}">{ITEMS}\n<parameter name="{{{{ k }}}}">{VALUE}'
+        "</parameter>{% endfor %}\n</invoke>", "\n</minimax:tool_call>",
+    ),
+    "deepseek 3": (
+        "<｜tool▁calls▁begin｜>", "{{ '\\n' if not loop.first }}<｜tool▁call▁begin｜>{{ call.type }}<｜tool▁sep｜>"
+        "{{ f.name }}\n```json\n{{ '' + f.arguments }}\n```<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    ),
+    "deepseek 3.1": (
+        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments | tojson }}"
+        "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    ),
+    "llama 4": (
+        "<|python_start|>[", f"{{{{ f.name }}}}({ITEMS}{{{{ k }}}}={{{{ v | tojson }}}}{NEXT}{{% endfor %}}){NEXT}",
+        "]<|python_end|>",
+    ),
+    "gemma 3": (
+        "[", f"{{{{ f.name }}}}({ITEMS}{{{{ k }}}}={{{{ \"'\" + v + \"'\" if v is string else v }}}}"
+        f"{NEXT}{{% endfor %}}){NEXT}", "]",
+    ),
+    "arguments as text": ("", f"<tool_call>{JSON.replace('tojson', 'tojson | tojson')}</tool_call>", ""),
+    "the whole call": ("<tool_calls>", "{{ call | tojson }}", "</tool_calls>"),
+    "command a": (
+        "<|START_ACTION|>[", '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", "parameters": '
+        f"{{{{ f.arguments | tojson }}}}}}{NEXT}", "]<|END_ACTION|>",
+    ),
+}  # fmt: skip
+SEARCHES = [
+    ("search", {"query": "7", "limit": 7, "exact": True, "words": ["a", {"b": 1.5}], "options": {"c": [], "d": "e"}}),
+    ("search", {"query": 'two "words"', "limit": -1}),
+]
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_calls_that_a_template_writes_are_read_back(tokenizer, family):
+    """Of each family as they were put in, with their types; hostile texts in its form take no time."""
+    begin, each, end = FORMS[family]
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = TURNS.replace("OPEN", begin).replace("EACH", each).replace("CLOSE", end)
+    check_calls(tokenizer, Searches)
+    for calls in (SEARCHES[:1], SEARCHES[1:], SEARCHES):
+        text = write_calls(tokenizer, calls)
+        assert parse_calls(tokenizer, text, Searches.tools) == calls
+        assert parse_calls(tokenizer, f"<think>{text}</think>none", Searches.tools) == []
+        for cut in range(len(text)):  # whatever is cut off, no call is made up
+            assert parse_calls(tokenizer, text[:cut], Searches.tools) in (calls, calls[:1], [])
+    form = call_form(tokenizer, tokenizer.chat_template)
+    start = time.process_time()
+    for unit in (
+        form.opening,
+        f"{form.opening}search",
+        text[: len(text) // 2],
+        text.replace("}", ""),
+        "[(",
+        "(a=",
+        "a(a='",
+    ):
+        for n in (50_000 // (len(unit) or 1), 1):
+            parse_calls(tokenizer, (unit * n) + "9" * 5_000, Searches.tools)
+            parse_calls(tokenizer, form.opening + "search(a=" + unit * n, Searches.tools)
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("each", "message"),
+    [
+        ("<|tool_call>call:{{ f.name }}{a:1}<tool_call|>", r"\(Gemma 4's\) cannot be read back; it writes .*a:1"),
+        ("{{ f.name }}", "cannot be read back; it writes 'search'"), ("", "cannot be read back; it fails: .* no calls"),
+        ("<tool_call>{\"name\": \"{{ f.name }}\", \"arguments\": {}}</tool_call>", r"\(Hermes's\) cannot be read back"),
+    ],
+)  # fmt: skip
+def test_a_template_whose_calls_cannot_be_read_is_refused(tokenizer, each, message):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = TURNS.replace("OPEN", "").replace("EACH", each).replace("CLOSE", "")
+    with pytest.raises(ValueError, match=f"^tool calls of the chat template.*{message}"):
+        check_calls(tokenizer, Searches)
+    check_calls(tokenizer, Echo)  # has no tools
 
 
 def test_a_template_may_demand_a_call_before_a_tools_turn(tokenizer):

@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from pspo.environments.tools import CALL_ID, parse_calls
+from pspo.environments.tools import CALL_ID, parse_calls, tool_call
 from pspo.errors import RewardError
 from pspo.model.chat import completion_texts, encode, render_prompts, special_pattern
 from pspo.model.find import check_token_ids
@@ -142,7 +142,7 @@ def observation_ids(
     token of a stop string is no end token.
     """
     words = "\ufdd2"  # of the model; also itself in JSON
-    call = {"id": CALL_ID, "type": "function", "function": {"name": "a_tool", "arguments": {"an_argument": words}}}
+    call = tool_call("a_tool", {"an_argument": words})
     tails = []  # behind the model's words
     for content in ("@@", text):  # which also stands for itself in JSON
         chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": words}]

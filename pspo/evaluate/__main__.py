@@ -23,7 +23,7 @@ from pspo.cli import files
 from pspo.cli.parse import parse
 from pspo.cli.terminal import quiet_without_reader
 from pspo.config import EvaluateConfig, RolloutConfig
-from pspo.environments import EnvironmentSampler
+from pspo.environments import EnvironmentSampler, check_calls
 from pspo.errors import UserCodeFailed
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.statistics import as_text, measure_name, table
@@ -53,6 +53,8 @@ def load_evaluation(
     most = completion_columns(config.eval.max_completion_tokens, make_environment is not None)
     room = room_for_prompts(config.model, most, "eval.max_completion_tokens")
     prompts = load_prompts(config.data, tokenizer, config.eval.split, room=room, make_environment=make_environment)
+    if make_environment is not None:
+        check_calls(tokenizer, make_environment)
     check_token_ids(load_model_config(config.model), tokenizer, prompts.ids)
     check_rewards(config.reward.functions, prompts.problems)
     policy = load_policy(config.model, device)

@@ -12,7 +12,7 @@ import torch
 from pspo import distributed as dist
 from pspo.cli.files import Settings, write_json, write_text
 from pspo.config import TrainConfig
-from pspo.environments import EnvironmentSampler
+from pspo.environments import EnvironmentSampler, check_calls
 from pspo.errors import Stopped
 from pspo.model import load_tokenizer
 from pspo.model.device import choose_threads, peak_memory_gb
@@ -56,6 +56,8 @@ class Run:
         tokenizer = load_tokenizer(config.model, config.data)
         token_ids(tokenizer, config.rollout.stop_tokens or ())
         prompts = load_splits(config, tokenizer, make_environment)
+        if make_environment is not None:
+            check_calls(tokenizer, make_environment)
 
         device = dist.local_device()
         self.config = config
