@@ -11,6 +11,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 
 import pandas as pd
 
@@ -19,20 +20,36 @@ from pspo.cli.terminal import one_line
 from pspo.run.endings import user_errors
 from pspo.tasks.files import local_path
 from pspo_lab.figures import draw_task
+from pspo_lab.identities import describe_identities
 from pspo_lab.runs import Runs, read_runs, run_folders, warn
 from pspo_lab.settings import DATA, MODEL, SEED, labels, shared_sentence
-from pspo_lab.tables import NOTES, escape_markdown, report_text, tables, terminal_text
+from pspo_lab.tables import (
+    NOTES,
+    SEEDS_FOR_AN_INTERVAL,
+    accuracies,
+    escape_markdown,
+    interval_text,
+    learning,
+    make_cells,
+    noise_floor,
+    number_text,
+    report_text,
+    subtract,
+    tables,
+    terminal_text,
+)
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm", "detects", "needs"]
 HOLM = "With * it is not 0 by the t-tests at 5% for all {n} of these tables together (Holm 1979)."
 DEFAULTS = "A switch that a name leaves out has its default."
 
 
-def write_report(runs: Runs, output: Path) -> tuple[str, list[Path]]:
-    """Write the tables and pictures of every task; returns the accuracies as text, and the files."""
+def write_report(runs: Runs, output: Path) -> tuple[list[str], list[Path]]:
+    """Write the tables and pictures of every task; returns accuracies and who won as texts, and the files."""
     tasks = group_tasks(runs)
-    markdown = ["# Report"]
-    accuracies = []
+    verdicts = []
+    markdown = []
+    texts = []
     cells = []
     pictures = []
     for number, (title, (models, names)) in enumerate(tasks.items(), start=1):
@@ -41,15 +58,16 @@ def write_report(runs: Runs, output: Path) -> tuple[str, list[Path]]:
         label = labels(task_runs.configs)
         markdown.append(f"## {escape_markdown(title)}")
         markdown += describe_runs(task_runs, finished, label)
-        for name, table in tables(finished, label, models).items():
+        task_tables = tables(finished, label, models)
+        verdict = " ".join([*describe_winner(finished, label, task_tables), *describe_identities(finished, label)])
+        verdicts += [f"{title}: {verdict}" if len(tasks) > 1 else verdict] if verdict else []
+        for name, table in task_tables.items():
             note = NOTES[name]
             if "p" in table and (n := table["p"].count()):
                 note += f" {HOLM.format(n=n)}"
             markdown.append(f"### {name}\n\n{report_text(table)}\n\n{note}")
             if name == "Accuracy":
-                accuracies.append(
-                    f"{one_line(title)}, of the models that the runs returned\n{terminal_text(table)}\n\n"
-                )
+                texts.append(f"{one_line(title)}, of the models that the runs returned\n{terminal_text(table)}")
             cells.append(table.assign(task=title, table=name))
         if names:
             prefix = f"{number}-" if len(tasks) > 1 else ""
@@ -57,13 +75,18 @@ def write_report(runs: Runs, output: Path) -> tuple[str, list[Path]]:
             markdown += [f"![{path.stem}]({path.name})" for path in files]
             pictures += files
 
+    markdown = ["# Report", *map(escape_markdown, verdicts), *markdown]
     write_text(output / "report.md", "\n\n".join(markdown) + "\n")
     table = pd.concat([pd.DataFrame(columns=CELLS), *cells])
     table["column"] = table["column"].str.removesuffix(" (%)")  # shares are written as shares
     names = ["task", "row", "column"]
     table[names] = table[names].map(one_line)
     table.to_csv(output / "table.csv", columns=CELLS, index=False)
-    return "".join(accuracies), [output / "report.md", output / "table.csv", *pictures]
+    return [*texts, *(fill(one_line(verdict), 100) for verdict in verdicts)], [
+        output / "report.md",
+        output / "table.csv",
+        *pictures,
+    ]
 
 
 def group_tasks(runs: Runs) -> dict[str, tuple[list[str], list[str]]]:
@@ -76,6 +99,60 @@ def group_tasks(runs: Runs) -> dict[str, tuple[list[str], list[str]]]:
     if others := set(runs.numbers["model"]) - set(runs.configs[MODEL]):
         tasks["Other evaluations"] = (sorted(others), [])
     return tasks
+
+
+def describe_winner(runs: Runs, label: pd.Series, tables: dict[str, pd.DataFrame]) -> list[str]:
+    """Sentences: which setting won, by how much, whether that can be told from luck, and the noise floor."""
+    values = accuracies(runs, "after")
+    if values.empty:
+        values = learning(runs).query("column == 'final reward'").assign(answers=None)
+    if values.empty:
+        return []
+    column = values["column"].iloc[0]
+    values = values[values["column"] == column]
+    values = values.assign(row=values["run"].map(label), seed=values["run"].map(runs.configs[SEED]))
+    means = values.groupby("row")["value"].mean().sort_values(ascending=False, kind="stable")
+    test, _, measure = column.removesuffix(" (%)").rpartition(": ")
+    unit = " points" if column.endswith("(%)") else ""
+    best = f"{number_text(column, means.iloc[0])}{unit.replace(' points', '%')}"
+    for cell in tables.get("Accuracy", pd.DataFrame(columns=["column", "seeds"])).itertuples():
+        if cell.column == column and not cell.seeds:
+            best += f" (untrained {number_text(column, cell.mean)})"
+    what = f"{measure} on {test}" if test else measure
+    if len(means) == 1:
+        sentences = [f"{means.index[0]} reached {best} {what}; there is no second setting."]
+    else:
+        by = number_text(column, means.iloc[0] - means.iloc[1])
+        pairs = [values[values["row"] == name] for name in means.index[:2]]
+        sentences = [
+            f"{means.index[0]} came first with {best} {what}, {by}{unit} above {means.index[1]}.",
+            describe_luck(subtract(pairs[0].merge(pairs[1], on="seed")), column, unit),
+        ]
+    sd, df = noise_floor(values)
+    if df:
+        sentences.append(
+            f"Noise floor: two runs of one setting with different seeds differ by {number_text(column, sd)}{unit} "
+            f"(standard deviation, {df} degrees of freedom)."
+        )
+    differences = tables.get("Paired differences")
+    if differences is not None and (n := differences["p"].count()):
+        sentences.append(f"Of the {n} differences below, {(differences['holm'] < 0.05).sum()} are more than luck.")
+    return sentences
+
+
+def describe_luck(differences: pd.DataFrame, column: str, unit: str) -> str:
+    """Whether the first of two settings is better by more than luck, from their differences by seed."""
+    seeds = len(differences)
+    if seeds < SEEDS_FOR_AN_INTERVAL:
+        return f"That cannot be told from luck: seeds that both have: {seeds}, and it takes {SEEDS_FOR_AN_INTERVAL}."
+    cell = next(make_cells(differences.assign(row="", column=column), differences=True).itertuples())
+    interval = interval_text(cell)
+    if cell.p < 0.05:
+        return f"That is more than luck: {interval}{unit} over {seeds} seeds and their problems."
+    text = f"That cannot be told from luck: {interval}{unit}"
+    if cell.detects > 0:
+        text += f"; {seeds} seeds would detect {number_text(column, cell.detects)}{unit}"
+    return f"{text}."
 
 
 def describe_runs(runs: Runs, finished: Runs, label: pd.Series) -> list[str]:
@@ -107,5 +184,5 @@ def main(args: Sequence[str] | None = None) -> None:
     with user_errors("pspo report"):
         output = local_path(options.output_dir)
         output.mkdir(parents=True, exist_ok=True)
-        accuracies, files = write_report(read_runs(run_folders(options.runs)), output)
-    print(accuracies + "\n".join(one_line(str(file)) for file in files))
+        texts, files = write_report(read_runs(run_folders(options.runs)), output)
+    print("\n\n".join([*texts, "\n".join(one_line(str(file)) for file in files)]))

@@ -148,7 +148,7 @@ def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
     configs = runs.configs
     treatments = [name for name in configs if name.startswith(TREATMENT)]
     about = configs[["experiments", SEED]].assign(
-        label=labels[configs.index],
+        row=labels[configs.index],
         place=labels[configs.index].factorize()[0],
         is_baseline=methods(configs).isin(BASELINES),
         rest=setting_numbers(configs, ignore=treatments),
@@ -159,14 +159,28 @@ def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
     values = values.join(about, on="run").explode("experiments")
     pairs = values.merge(values[values["is_baseline"]], on=["experiments", SEED, "rest", "column"])
     pairs = pairs[(pairs["place_x"] > pairs["place_y"]) | ~pairs["is_baseline_x"].astype(bool)]
-    pairs = pairs.drop_duplicates(["label_x", "label_y", SEED, "column"])
-    pairs = pairs.sort_values(["place_y", "place_x"], kind="stable")
+    pairs = pairs.drop_duplicates(["row_x", "row_y", SEED, "column"])
+    return subtract(pairs.sort_values(["place_y", "place_x"], kind="stable"))
+
+
+def subtract(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Values of differences, from pairs of values with the rows of both."""
     answers = []
     for x, y in zip(pairs["answers_x"], pairs["answers_y"], strict=True):
         same = isinstance(x, pd.Series) and isinstance(y, pd.Series) and x.index.equals(y.index)
         answers.append(x - y if same else None)
-    row = pairs["label_x"] + " - " + pairs["label_y"]
+    row = pairs["row_x"] + " - " + pairs["row_y"]
     return pairs.assign(row=row, value=pairs["value_x"] - pairs["value_y"], answers=answers)
+
+
+def noise_floor(values: pd.DataFrame) -> tuple[float, int]:
+    """Standard deviation of the difference of two runs of one setting, and its degrees of freedom, of all settings.
+
+    From the values of one column, with their row; NaN and 0 where no setting has two seeds.
+    """
+    groups = values.groupby("row")["value"]
+    df = groups.size() - 1
+    return float(np.sqrt(2 * (groups.var() * df).sum() / df.sum())) if df.sum() else np.nan, int(df.sum())
 
 
 def run_rows(numbers: pd.DataFrame) -> pd.DataFrame:

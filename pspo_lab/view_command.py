@@ -22,8 +22,9 @@ from markupsafe import Markup
 from pspo.cli.files import write_text
 from pspo.run.endings import user_errors
 from pspo.tasks.files import local_path, plain
+from pspo_lab.identities import surrogate_classes
 from pspo_lab.runs import read_runs, run_folders
-from pspo_lab.view_data import page_data, parse_surrogate, surrogate_classes
+from pspo_lab.view_data import page_data, parse_surrogate
 
 FOLDER = Path(__file__).parent / "page"
 

@@ -16,9 +16,8 @@ from pyarrow import parquet
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-import pspo.losses
 from pspo.cli.files import DAMAGE, read_json, read_jsonl
-from pspo.cli.parse import class_names, make_config
+from pspo.cli.parse import make_config
 from pspo.config import TrainConfig
 from pspo.evaluate.statistics import as_text, measure_name
 from pspo.losses import Surrogate, token_weights
@@ -28,6 +27,7 @@ from pspo.token_table import COLUMNS, TOKENS
 from pspo_lab import settings
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
+from pspo_lab.identities import RATIOS, make_surrogate, token_curve
 from pspo_lab.runs import LabRun, Runs, read_samples, skip_unreadable, warn
 from pspo_lab.tables import mean_over_seeds
 
@@ -37,7 +37,6 @@ MEASURES = ("mean_reward", "accuracy", "gold_anywhere")
 MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
 MOST_SAMPLES = 8_000  # completions on it, of each run
 MOST_CHANGES = 200  # test problems that came out differently
-RATIOS = np.exp(np.linspace(-2.5, 2.5, 201))  # of the surrogates' curves
 
 Record = dict[str, Any]
 
@@ -120,7 +119,7 @@ def describe_run(run: LabRun, label: str) -> Record:
         "seed": seed,
         "method": method,
         "about": " · ".join(about),
-        "curve": run_curve(switches),
+        "curve": surrogate_curve(make_surrogate(switches)),
         "best_step": read_json(best)["step"] if best.is_file() else run.summary.get("best_step"),
         "findings": [finding._asdict() for finding in find(run.metrics, switches, run.summary)],
     }
@@ -291,23 +290,14 @@ def surrogate_weights(surrogate: Callable[..., Tensor], table: pd.DataFrame) -> 
 # Surrogates
 
 
-def surrogate_curve(surrogate: Surrogate) -> Record | None:
+def surrogate_curve(surrogate: Surrogate | None) -> Record | None:
     """dL/dlogprob against the ratio for advantages 1 and -1; None if it depends on the rest of a completion."""
-    tokens = torch.tensor(np.log(RATIOS), dtype=torch.float32)[:, None]  # (201, 1): completions of one token
-    curve = {"ratio": encode_floats(RATIOS)}
-    for name, advantage in (("above", 1.0), ("below", -1.0)):
-        alone, together = (ratio_weights(surrogate, logprobs, advantage) for logprobs in (tokens, tokens.T))
-        if not torch.allclose(alone.flatten(), together.flatten()):
-            return None
-        curve[name] = encode_floats(together[0])
-    return curve
-
-
-def ratio_weights(surrogate: Surrogate, log_ratios: Tensor, advantage: float) -> Tensor:
-    """(B, T) `token_weights` at log-ratios (B, T)."""
-    advantages = torch.full_like(log_ratios, advantage)
-    mask = torch.ones_like(log_ratios, dtype=torch.bool)
-    return token_weights(surrogate.bind_step(0), log_ratios, torch.zeros_like(log_ratios), advantages, mask)
+    curves = [token_curve(surrogate, advantage) if surrogate else None for advantage in (1.0, -1.0)]
+    if any(curve is None for curve in curves):
+        return None
+    return {
+        name: encode_floats(values) for name, values in zip(("ratio", "above", "below"), (RATIOS, *curves), strict=True)
+    }
 
 
 def parse_surrogate(text: str) -> Surrogate:
@@ -322,21 +312,3 @@ def parse_surrogate(text: str) -> Surrogate:
         return make_config(TrainConfig, "pspo view", [], {"algorithm": {"surrogate": surrogate}})[0].algorithm.surrogate
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"--surrogates {text}: {error}; write Name or 'Name(parameter=1.0)'") from error
-
-
-def surrogate_classes() -> dict[str, type[Surrogate]]:
-    """The surrogates of `pspo.losses` by name."""
-    return {name: getattr(pspo.losses, name) for name in class_names(Surrogate)}
-
-
-def run_curve(switches: Record) -> Record | None:
-    """The curve of a run's surrogate; None of one that is not ours: a page runs no code that a run's files name."""
-    cls = surrogate_classes().get(str(switches.get(settings.SURROGATE)).removeprefix("pspo.losses."))
-    arguments = {
-        switch.removeprefix(settings.ARGUMENT): value
-        for switch, value in switches.items()
-        if switch.startswith(settings.ARGUMENT) and value is not None
-    }
-    with contextlib.suppress(Exception):  # a file may name any class, and give it any arguments
-        return surrogate_curve(cls(**arguments))
-    return None

@@ -10,8 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from pspo.config import ModelConfig
 from pspo.losses import PSPO, NoClip
+from pspo.model import load_policy
+from pspo.train import main
 
 logits = st.floats(-8.0, 8.0)  # log-ratios stay inside the clamp of +-20
 policies = (
@@ -70,3 +74,21 @@ def test_adamw_moves_pspo_and_noclip_alike(alpha):
 def test_alpha_acts_through_adamws_eps():
     noclip, pspo = (train_logit_table(s, eps=1e-2) for s in (NoClip(), PSPO(0.9)))
     assert (pspo - noclip).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_pspo_is_noclip_bit_for_bit_where_the_factor_is_a_half(tmp_path, beta):
+    """With AdamW's epsilon and the KL penalty halved too, and no norm clipped; the embedded model, by the command."""
+    for method, factor in ((["NoClip"], 1.0), (["PSPO", "--algorithm.surrogate.alpha", "0.5"], 0.5)):
+        output = tmp_path / method[0]
+        main([
+            *("--algorithm.surrogate", *method, "--algorithm.beta", f"{beta * factor}"),
+            *("--algorithm.epochs", "2", "--algorithm.minibatches", "2", "--rollout.prompts", "4"),
+            *("--optimizer.lr", "1e-3", "--optimizer.options", f"{{eps: {1e-4 * factor}}}"),
+            *("--optimizer.max_grad_norm", "0", "--run.max_steps", "8", "--run.test_limit", "0"),
+            *("--run.validate_every", "0", "--run.output_dir", str(output), "--run.quiet", "true"),
+        ])  # fmt: skip
+    pspo, noclip = (load_file(tmp_path / name / "final/model.safetensors") for name in ("PSPO", "NoClip"))
+    untrained = load_policy(ModelConfig("tiny-base")).state_dict()
+    assert all(torch.equal(pspo[name], noclip[name]) for name in noclip)
+    assert max((noclip[name] - untrained[name]).abs().max() for name in noclip) > 1e-3

@@ -1,0 +1,110 @@
+"""Settings that are one algorithm: their losses have equal gradients, or such that differ by a factor without effect.
+
+AdamW's step does not change when every gradient and its epsilon are scaled. So PSPO(alpha) with epsilon (1 - alpha) e
+is NoClip with e, and with a KL penalty of beta it is NoClip with beta / (1 - alpha), while no norm is clipped. And with
+one optimizer step a rollout every ratio is 1, where most losses have one gradient.
+"""
+
+import contextlib
+import json
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+import pspo.losses
+from pspo.cli.parse import class_names
+from pspo.losses import Surrogate, token_weights
+from pspo_lab.runs import Runs
+from pspo_lab.settings import ARGUMENT, SURROGATE, setting_numbers
+
+RATIOS = np.exp(np.linspace(-2.5, 2.5, 201))  # of the surrogates' curves
+ADVANTAGES = (1.0, 2.0, -1.0, -2.0)
+SMALL_EPSILON = 1e-7  # far below a gradient's elements
+SCALED = ("algorithm.beta", "algorithm.entropy_coef")  # relative to the surrogate
+
+
+def surrogate_classes() -> dict[str, type[Surrogate]]:
+    """The surrogates of `pspo.losses` by name."""
+    return {name: getattr(pspo.losses, name) for name in class_names(Surrogate)}
+
+
+def make_surrogate(switches: dict[str, Any]) -> Surrogate | None:
+    """A run's surrogate; None if it is not one of ours: no code runs that a run's files name."""
+    cls = surrogate_classes().get(str(switches.get(SURROGATE)).removeprefix("pspo.losses."))
+    arguments = {
+        switch.removeprefix(ARGUMENT): value
+        for switch, value in switches.items()
+        if switch.startswith(ARGUMENT) and pd.notna(value)
+    }
+    with contextlib.suppress(Exception):  # a file may name any class, and give it any arguments
+        return cls(**arguments)
+    return None
+
+
+def ratio_weights(surrogate: Surrogate, log_ratios: Tensor, advantage: float, old: float = 0.0) -> Tensor:
+    """(B, T) `token_weights` at log-ratios (B, T) to tokens of log-probability ``old``."""
+    advantages = torch.full_like(log_ratios, advantage)
+    mask = torch.ones_like(log_ratios, dtype=torch.bool)
+    old_logprobs = torch.full_like(log_ratios, old)
+    return token_weights(surrogate.bind_step(0), old_logprobs + log_ratios, old_logprobs, advantages, mask)
+
+
+def token_curve(surrogate: Surrogate, advantage: float, old: float = 0.0) -> Tensor | None:
+    """(201,) weights at `RATIOS`; None if they depend on the rest of a completion."""
+    tokens = torch.tensor(np.log(RATIOS))[:, None]  # completions of one token
+    alone, together = (ratio_weights(surrogate, log_ratios, advantage, old) for log_ratios in (tokens, tokens.T))
+    return together[0] if torch.allclose(alone.flatten(), together[0]) else None
+
+
+def gradient(surrogate: Surrogate, at_ratio_1: bool) -> np.ndarray | None:
+    """Weights that tell losses apart, the first at ratio 1 and advantage 1; None if they depend on the completion."""
+    ones = torch.zeros(1, 3, dtype=torch.float64)  # a completion of three tokens
+    weights = [ratio_weights(surrogate, ones, advantage)[0] for advantage in ADVANTAGES]
+    if not at_ratio_1:
+        weights += [token_curve(surrogate, advantage, old) for advantage in ADVANTAGES for old in (-3.0, -6.0)]
+    return None if any(one is None for one in weights) else torch.cat(weights).numpy()
+
+
+def algorithms(runs: Runs) -> pd.Series:
+    """Number of each run's algorithm: runs with one number can differ by luck alone, as far as their files tell."""
+    configs = runs.configs
+    norms = runs.metrics.reindex(columns=["run", "grad_norm"]).groupby("run")["grad_norm"].max()
+    limits = pd.to_numeric(configs.get("optimizer.max_grad_norm", pd.Series(np.nan, configs.index)), errors="coerce")
+    unclipped = limits.eq(0) | (norms.reindex(configs.index) < limits)
+    unclipped = unclipped.groupby(setting_numbers(configs)).transform("all")
+    rows = {run: canonical(dict(row), bool(unclipped[run])) for run, row in configs.iterrows()}
+    return setting_numbers(pd.DataFrame.from_dict(rows, orient="index", dtype=object).reindex(columns=configs.columns))
+
+
+def canonical(switches: dict[str, Any], unclipped: bool) -> dict[str, Any]:
+    """Switches of a run with its loss by its gradient, and what is relative to that scaled as it is."""
+    surrogate = make_surrogate(switches)
+    one_step = switches.get("algorithm.epochs") == switches.get("algorithm.minibatches") == 1
+    on_policy = one_step and not switches.get("rollout.lag") and not switches.get("rollout.engine")
+    weights = None if surrogate is None else gradient(surrogate, at_ratio_1=on_policy)
+    if weights is None or not weights[0]:
+        return switches
+    options = json.loads(switches.get("optimizer.options") or "{}")
+    is_scale_free = unclipped and switches.get("optimizer.name") == "adamw" and switches.get("algorithm.terms") == "[]"
+    scale = float(abs(weights[0])) if is_scale_free else 1.0
+    epsilon = options.pop("eps", 1e-8) / scale
+    changed = {name: None for name in switches if name.startswith(ARGUMENT)}
+    changed |= {name: float(switches.get(name) or 0) / scale for name in SCALED}
+    changed[SURROGATE] = str(np.round(weights / scale, 5).tolist())
+    changed["optimizer.options"] = json.dumps(options | {"eps": epsilon if epsilon > SMALL_EPSILON else 0.0})
+    return switches | changed
+
+
+def describe_identities(runs: Runs, labels: pd.Series) -> list[str]:
+    """A sentence for each set of settings that are one algorithm."""
+    sentences = []
+    for _, names in labels.groupby(algorithms(runs)):
+        alike = list(dict.fromkeys(names))
+        if len(alike) > 1:
+            text = f"{', '.join(alike[:-1])} and {alike[-1]} are one algorithm here: the gradients of their losses are "
+            text += "equal up to a factor, which changes no step of AdamW while no norm is clipped. "
+            sentences.append(f"{text}They can differ by luck alone, so their differences are the noise floor.")
+    return sentences
