@@ -60,7 +60,8 @@ def write_report(runs: Runs, output: Path) -> tuple[list[str], list[Path]]:
         markdown += describe_runs(task_runs, finished, label)
         task_tables = tables(finished, label, models)
         verdict = " ".join([*describe_winner(finished, label, task_tables), *describe_identities(finished, label)])
-        verdicts += [f"{title}: {verdict}" if len(tasks) > 1 else verdict] if verdict else []
+        if verdict:
+            verdicts.append(f"Result{f' of {title}' if len(tasks) > 1 else ''}: {verdict}")
         for name, table in task_tables.items():
             note = NOTES[name]
             if "p" in table and (n := table["p"].count()):

@@ -1,6 +1,8 @@
 """Settings of runs: the switches that make one, and the name that a table or a picture gives it."""
 
 import functools
+import importlib
+import inspect
 import json
 import re
 from collections import Counter
@@ -19,6 +21,8 @@ SEED = "run.seed"
 RATE = "optimizer.lr"  # whose default depends on the model, and so is always said
 SURROGATE = "algorithm.surrogate.class_path"
 ARGUMENT = "algorithm.surrogate.init_args."
+REWARDS = "reward.functions"
+WEIGHTS = "reward.weights"
 LONG = 40  # characters of a value in a label
 
 
@@ -30,8 +34,13 @@ def not_compared() -> list[str]:
 
 
 def plain_switches(switches: dict[str, Any]) -> dict[str, Any]:
-    """Switches with lists and mappings as JSON, so that tables can group by them."""
+    """Switches with lists and mappings as JSON, so that tables can group by them; rewards with their weights."""
     plain = {}
+    functions = switches.get(REWARDS)
+    weights = switches.get(WEIGHTS)
+    if isinstance(functions, list) and isinstance(weights, list) and len(functions) == len(weights):
+        weighted = [{"weight": weight, "reward": function} for function, weight in zip(functions, weights, strict=True)]
+        switches = switches | {REWARDS: weighted, WEIGHTS: None}
     for name, value in switches.items():
         plain[name] = json.dumps(value, default=str) if isinstance(value, list | set | dict) else value
     return plain
@@ -123,17 +132,38 @@ def cut(text: str) -> str:
 
 
 def short_values(values: pd.Series) -> pd.Series:
-    """A switch's values in labels: short ones, unless two would look alike."""
-    short = values.map(lambda value: cut(short_value(value)))
-    return short if short.nunique() == values.nunique(dropna=False) else values.map(str)
+    """A switch's values in labels: the shortest that tell them apart."""
+    for write in (lambda value: cut(short_value(value)), short_value):
+        texts = values.map(write)
+        if texts.nunique() == values.nunique(dropna=False):
+            return texts
+    return values.map(str)
 
 
 def short_value(value: Any) -> str:
     """A switch's value in a label: of classes and functions their last names, of a folder its last part."""
-    if isinstance(value, str) and value.startswith("["):
-        with suppress(ValueError):  # text, and no list
-            return " ".join(map(short_value, json.loads(value)))
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        with suppress(ValueError):  # text, and neither list nor mapping
+            value = json.loads(value)
+    if isinstance(value, list):
+        has_weights = any(isinstance(part, dict) and "weight" in part for part in value)
+        return (" + " if has_weights else " ").join(map(short_value, value))
+    if isinstance(value, dict) and "weight" in value:
+        return f"{value['weight']:g} {short_value(value['reward'])}".removeprefix("1 ")
     if isinstance(value, dict) and "class_path" in value:
-        arguments = ", ".join(f"{name}={short_value(part)}" for name, part in value.get("init_args", {}).items())
+        usual = usual_arguments(value["class_path"])
+        changed = {name: part for name, part in value.get("init_args", {}).items() if part != usual.get(name, ...)}
+        arguments = ", ".join(f"{name}={short_value(part)}" for name, part in changed.items())
         return short_value(value["class_path"]) + (f"({arguments})" if arguments else "")
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {short_value(part)}" for name, part in value.items())
     return re.sub(r"(?<![\w./-])[\w./-]*[./](?=[A-Za-z_])", "", " ".join(str(value).split()))
+
+
+def usual_arguments(class_path: str) -> dict[str, Any]:
+    """Defaults of a class's arguments, of our own rewards and losses: nothing else that a file names is imported."""
+    module, _, name = str(class_path).rpartition(".")
+    if module not in ("pspo.tasks", "pspo.losses"):
+        return {}
+    cls = getattr(importlib.import_module(module), name, dict)
+    return {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}

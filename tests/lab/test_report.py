@@ -222,6 +222,41 @@ def test_labels_have_the_switches_that_differ_unless_they_are_at_their_default(m
     assert sorted(labels(runs.configs)) == ["Clip (lr=0.0001)", "Clip (lr=3e-05)"]
 
 
+def test_a_label_names_rewards_as_a_person_would(make_run):
+    math = {"class_path": "pspo.tasks.MathReward", "init_args": {"tolerance": 1e-6, "marker": "last"}}
+    first = math | {"init_args": math["init_args"] | {"marker": "first"}}
+    both = [math, {"class_path": "pspo.tasks.FormatReward", "init_args": {}}]
+    for name, functions, weights in (("a", [first], None), ("b", both, [1.0, 0.1]), ("c", both, [1.0, 0.5])):
+        folder = make_run(name, "Clip", **{"reward.functions": functions, "reward.weights": weights})
+    assert sorted(labels(read_runs([folder.parent]).configs)) == [
+        "Clip (functions=MathReward + 0.1 FormatReward)", "Clip (functions=MathReward + 0.5 FormatReward)",
+        "Clip (functions=MathReward(marker=first))",
+    ]  # fmt: skip
+
+
+def test_one_algorithm_under_two_names_is_named_and_who_won_comes_first(make_run, report):
+    """PSPO(0.5) with a KL penalty of 0.1 is NoClip with 0.2; unless a norm is clipped."""
+    for seed in range(3):
+        for folder, method, beta, clipped in (("p", "PSPO", 0.1, 0), ("n", "NoClip", 0.2, 0), ("c", "NoClip", 0.1, 1)):
+            own = {"alpha": 0.5} if method == "PSPO" else {}
+            settings = {"algorithm.beta": beta, "run.max_steps": 40 - clipped}
+            after = 0.5 + 0.1 * seed + 0.02 * (folder == "p") * (-1) ** seed
+            metrics = {"grad_norm": [0.4, 1.5 if clipped else 0.9]}
+            make_run(f"{folder}{seed}", method, seed, after=after, metrics=metrics, own=own, **settings)
+    _, text, _ = report()
+    verdict = text.split("\n\n")[1]
+    assert re.search(
+        r"points \(standard[^.]*\)\. .*NoClip \(beta=0.2[^()]*\) and PSPO \([^()]*\) are one algorithm", verdict
+    )
+    assert re.match(
+        r"Result: PSPO \([^()]*\) came first with 60\.7% \(untrained 30\.0\) accuracy on sums test", verdict
+    )
+    assert "That cannot be told from luck: 0.7 [-5.1, 6.4] points; 3 seeds would detect 7.5 points." in verdict
+    assert (
+        "Noise floor: two runs of one setting with different seeds differ by 14.3 points" in verdict
+    )  # sqrt(2 (0.01 + 0.01 + 0.01053) / 3)
+
+
 def test_a_parameter_of_a_user_s_class_and_the_name_of_a_sweep_s_method_are_told(make_run, report):
     for seed in range(3):
         make_run(f"own/narrow/seed-{seed}", "Soft", seed, module="mine", own={"width": 0.3}, after=0.9 + 0.05 * seed)
@@ -372,7 +407,7 @@ def test_what_others_wrote_is_shown_and_does_nothing(make_run, make_evaluation, 
     assert "<" not in page
     assert "](" not in page.replace(r"\](", "")
     assert {line.split()[0] for line in page.splitlines() if line} <= {
-        "#", "##", "###", "*", "|", "All", "A", "Not", "On", *(note.split()[0] for note in NOTES.values()),
+        "#", "##", "###", "*", "|", "Result:", "Result", "All", "A", "Not", "On", *(note.split()[0] for note in NOTES.values()),
     }  # fmt: skip
     for picture in pictures:
         kinds = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(picture).iter()}
