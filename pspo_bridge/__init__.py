@@ -3,7 +3,6 @@
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ def make_surrogate(surrogate: Surrogate | str | dict[str, Any], **arguments: Any
     pspo's config.yaml does. Raises ValueError for a name or an argument that there is not.
     """
     if isinstance(surrogate, dict):
+        if "class_path" not in surrogate or surrogate.keys() - {"class_path", "init_args"}:
+            raise ValueError(f"{surrogate!r}: write {{'class_path': 'PSPO', 'init_args': {{'alpha': 0.2}}}}")
         return make_surrogate(surrogate["class_path"], **surrogate.get("init_args", {}))
     if isinstance(surrogate, str):
         kind = find_surrogate(surrogate)
@@ -51,50 +52,44 @@ def find_surrogate(name: str) -> type[Surrogate]:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        fix = f"name one of {', '.join(BUILT_IN)}, or the import path of a class of your own"
+        near = [each for each in BUILT_IN if each.lower() == short.lower()] or BUILT_IN
+        fix = f"name {' or '.join(near)}, or the import path of a class of your own"
         raise ValueError(f"there is no surrogate {name!r} ({error}): {fix}") from error
 
 
-@dataclass
-class Evaluation:
-    """A surrogate at B rows of T tokens.
+def token_losses(
+    surrogate: Surrogate | Callable[..., Tensor] | str | dict[str, Any],
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Losses (B, T) of B completions' tokens, with gradient, to be averaged as a trainer does, and metrics.
 
-    Attributes:
-        losses: (B, T), per token, with gradient.
-        weights: (B, T), dL/dlogprob of each token, without.
-        logprobs, old_logprobs, advantages, mask: the inputs, without gradient; the mask bool.
-        metrics: scalars, means over the unmasked tokens with A != 0: ``ratio`` r; ``slope`` dL/dlogprob / (-A r), which
-            is always 1 - alpha for PSPO, 1 for NoClip, and for Clip the share of tokens inside the range;
-            ``zero_weight_share``, the share of tokens without gradient.
+    Args:
+        surrogate: as `make_surrogate` takes it, or what the method `bind_step` of one gives.
+        logprobs, old_logprobs, mask: (B, T), each row a completion.
+        advantages: (B, 1) or (B, T).
+
+    Returns:
+        The losses, 0 where masked, and scalars, means over the unmasked tokens with A != 0: ``ratio`` r; ``slope``
+        dL/dlogprob / (-A r), which is always 1 - alpha for PSPO, 1 for NoClip, and for Clip the share of tokens inside
+        the range; ``zero_weight_share``, the share of tokens without gradient. NaN where there is no such token.
     """
-
-    losses: Tensor
-    weights: Tensor
-    logprobs: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
-    mask: Tensor
-    metrics: dict[str, Tensor]
-
-
-def evaluate(
-    surrogate: Callable[..., Tensor], logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
-) -> Evaluation:
-    """Evaluate a surrogate, or what its `bind_step` gives; tensors as `pspo.losses.Surrogate` takes them."""
+    if isinstance(surrogate, str | dict):
+        surrogate = make_surrogate(surrogate)
     if isinstance(surrogate, Surrogate) and surrogate.bind_step(0) is not surrogate:
         raise ValueError(f"{surrogate!r} asks for the optimizer step, which this trainer does not tell a loss")
     mask = mask.bool()
     losses = surrogate(logprobs, old_logprobs, advantages, mask)
     check_loss(surrogate, losses, logprobs)
+    active = mask & (advantages != 0)
     weights = token_weights(surrogate, logprobs, old_logprobs, advantages, mask)
     with torch.no_grad():
-        active = mask & (advantages != 0)
-        count = active.sum().clamp(min=1)
         ratio = log_ratio(logprobs, old_logprobs, mask).exp()
-        slope = torch.where(active, weights / (-advantages * ratio), 0.0)
         metrics = {
-            "ratio": torch.where(active, ratio, 0.0).sum() / count,
-            "slope": slope.sum() / count,
-            "zero_weight_share": (active & (weights == 0)).sum() / count,
+            "ratio": ratio[active].mean(),
+            "slope": (weights / (-advantages * ratio))[active].mean(),
+            "zero_weight_share": (weights[active] == 0).float().mean(),
         }
-    return Evaluation(losses, weights, logprobs.detach(), old_logprobs, advantages, mask, metrics)
+    return losses, metrics

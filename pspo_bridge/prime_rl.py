@@ -11,13 +11,15 @@ no package index.
 
 from typing import Any
 
-from pspo_bridge import evaluate, make_surrogate
+from pspo_bridge import make_surrogate, token_losses
 
 
 def loss(inputs: Any, surrogate: str = "PSPO", **arguments: Any) -> Any:
     """Summed loss of one sequence, a `LossOutputs`; prime-rl divides it by the number of tokens of the batch.
 
-    Ratios are to ``inference_logprobs``, the policy that drew the tokens: prime-rl keeps no others.
+    Ratios are to ``inference_logprobs``, the policy that drew the tokens: prime-rl keeps no others. A custom loss has
+    no KL to it, which prime-rl's own has; `SquaredLogRatio` is a loss with one. A sequence without an advantage has no
+    metrics.
 
     Args:
         inputs: prime-rl's `LossInputs`: ``trainer_logprobs``, ``inference_logprobs``, ``advantages``, ``loss_mask``,
@@ -27,7 +29,7 @@ def loss(inputs: Any, surrogate: str = "PSPO", **arguments: Any) -> Any:
     """
     from prime_rl.trainer.rl.loss import LossOutputs  # installed where this is called
 
-    result = evaluate(
+    losses, metrics = token_losses(
         make_surrogate(surrogate, **arguments),
         inputs.trainer_logprobs[None],
         inputs.inference_logprobs[None],
@@ -35,6 +37,6 @@ def loss(inputs: Any, surrogate: str = "PSPO", **arguments: Any) -> Any:
         inputs.loss_mask[None],
     )
     weights = getattr(inputs, "loss_weights", None)  # older versions have none
-    losses = result.losses if weights is None else result.losses * weights
-    metrics = {f"surrogate/{name}": value for name, value in result.metrics.items()}
-    return LossOutputs(loss=losses.sum(), metrics=metrics)
+    losses = losses if weights is None else losses * weights
+    known = {f"surrogate/{name}": value for name, value in metrics.items() if not value.isnan()}
+    return LossOutputs(loss=losses.sum(), metrics=known)

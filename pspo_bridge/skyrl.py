@@ -15,16 +15,23 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, reduc
 from torch import Tensor
 
 from pspo.losses import DRO, P3O
-from pspo_bridge import BUILT_IN, Surrogate, evaluate, make_surrogate
+from pspo_bridge import BUILT_IN, Surrogate, make_surrogate, token_losses
 
 
-def register(surrogate: Surrogate | str, **arguments: Any) -> None:
-    """Register a surrogate as ``pspo.NAME``, NAME that of its class: an instance, or a name with arguments.
+def register(surrogate: Surrogate | str, anchor: str = "old", **arguments: Any) -> None:
+    """Register a surrogate as ``pspo.NAME``, NAME that of its class: an instance, or a name with arguments. It replaces
+    one of that name.
+
+    ``anchor`` says what ratios are formed against: "old", log-probs that SkyRL computes before its update, corrected as
+    it corrects its own losses; or "rollout", the engine's, without a correction. SkyRL's fully async trainer computes
+    the former by a policy that has moved since: there use "rollout".
 
     SkyRL divides advantages by the number of tokens and sums losses, so that the loss must be proportional to the
     advantages, as all of `pspo.losses` but P3O with a kl_coef and DRO are; ValueError for these.
     """
     made = make_surrogate(surrogate, **arguments)
+    if anchor not in ("old", "rollout"):
+        raise ValueError(f"anchor must be 'old' or 'rollout', got {anchor!r}")
     if isinstance(made, P3O | DRO) and not made.silent_at_zero_advantage:
         rule = "SkyRL scales advantages, not losses, so that kl_coef or tau must be 0; use its KL loss"
         raise ValueError(f"{made!r}: {rule}")
@@ -39,14 +46,22 @@ def register(surrogate: Surrogate | str, **arguments: Any) -> None:
     ) -> tuple[Tensor, dict[str, float]]:
         """Loss and metrics of a microbatch; all tensors are (B, T), corrected and summed as SkyRL's own losses are."""
         mask = log_probs.new_ones(log_probs.shape) if loss_mask is None else loss_mask
-        result = evaluate(made, log_probs, old_log_probs, advantages, mask)
-        losses, loss_mask, corrections = apply_off_policy_correction(
-            result.losses, old_log_probs, rollout_logprobs, loss_mask, config.off_policy_correction
-        )
-        metrics = {f"surrogate/{name}": value.item() for name, value in result.metrics.items()}
+        if anchor == "rollout" and rollout_logprobs is None:
+            raise ValueError("anchor='rollout' needs the engine's log-probs: generator.sampling_params.logprobs=1")
+        old_log_probs = rollout_logprobs if anchor == "rollout" else old_log_probs
+        losses, metrics = token_losses(made, log_probs, old_log_probs, advantages, mask)
+        corrections = {}
+        if anchor == "old":
+            losses, loss_mask, corrections = apply_off_policy_correction(
+                losses, old_log_probs, rollout_logprobs, loss_mask, config.off_policy_correction
+            )
+        metrics = {f"surrogate/{name}": value.nan_to_num().item() for name, value in metrics.items()}
         return reduce_loss(losses, loss_mask), metrics | corrections
 
-    PolicyLossRegistry.register(f"pspo.{type(made).__name__}", loss)
+    name = f"pspo.{type(made).__name__}"
+    if name in PolicyLossRegistry.list_available():
+        PolicyLossRegistry.unregister(name)  # it refuses a second one
+    PolicyLossRegistry.register(name, loss)
 
 
 for built_in in BUILT_IN:

@@ -1,4 +1,7 @@
-"""TRL's GRPOTrainer with a surrogate of pspo, and a record of its run for ``pspo view``.
+"""TRL's GRPOTrainer with a surrogate of pspo, and a record of any GRPOTrainer's run for ``pspo view``.
+
+    trainer = trl.GRPOTrainer(model, reward, config, train_dataset)             # as it is, its training unchanged
+    pspo_bridge.trl.Record("runs/trl").attach(trainer)
 
     trainer = pspo_bridge.trl.GRPOTrainer(
         model, reward, config, train_dataset, surrogate="PSPO", callbacks=[pspo_bridge.trl.Record("runs/trl")]
@@ -12,6 +15,9 @@ Tried with the versions of TRL that docs/guide/bridge.md names.
 import dataclasses
 import json
 import math
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +29,15 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 import pspo.losses
-from pspo.losses import Surrogate, diagnose
+from pspo.losses import CISPO, GSPO, SAPO, VESPO, Clip, Surrogate, diagnose
 from pspo.token_table import TOKENS, token_texts, write_tokens
-from pspo_bridge import Evaluation, evaluate, make_surrogate
+from pspo_bridge import make_surrogate, token_losses
 
+TRIED = "pip install trl==1.16.0"
 AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # values of loss_type whose losses are PPO's clip
 REPLACED = (  # arguments of losses of TRL's
     "epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg",
+    "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
 )  # fmt: skip
 METRICS = {  # names in metrics.jsonl of what TRL logs
     "num_tokens": "tokens",
@@ -40,7 +48,9 @@ METRICS = {  # names in metrics.jsonl of what TRL logs
     "learning_rate": "lr",
     "kl": "kl_reference",
     "step_time": "seconds/step",
+    "eval_reward": "validation_reward",
 }
+GOLD = ("answer", "solution", "gold", "ground_truth", "target")  # columns of datasets that hold it
 
 
 class LossAdvantages:
@@ -70,8 +80,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     """TRL's trainer with one more argument; all others are TRL's, and its metrics, clip ratios at its epsilon included.
 
     Args:
-        surrogate: an instance of a `pspo.losses.Surrogate`; a name or an import path; or one with arguments as
-            {"class_path": "PSPO", "init_args": {"alpha": 0.2}}.
+        surrogate: an instance of a `pspo.losses.Surrogate`; a name or an import path; one with arguments as
+            {"class_path": "PSPO", "init_args": {"alpha": 0.2}}; or None for TRL's own loss, unchanged.
 
     Raises ValueError for a surrogate that there is not, and for arguments of TRL's own losses, which have no effect.
     """
@@ -82,29 +92,25 @@ class GRPOTrainer(trl.GRPOTrainer):
         reward_funcs: Any = None,
         args: trl.GRPOConfig | None = None,
         *others: Any,
-        surrogate: Surrogate | str | dict[str, Any] = "PSPO",
+        surrogate: Surrogate | str | dict[str, Any] | None = "PSPO",
         **options: Any,
     ) -> None:
-        self.surrogate = make_surrogate(surrogate)
-        for method in ("_compute_loss", "_get_per_token_logps_and_entropies", "_calculate_rewards"):
-            if not hasattr(trl.GRPOTrainer, method):
-                raise ValueError(f"TRL {trl.__version__} has no GRPOTrainer.{method}: pip install trl==1.16.0")
-        if args is not None:
-            check_arguments(args)
+        self.surrogate = None if surrogate is None else make_surrogate(surrogate)
+        check_trainer(type(self))
+        if args is not None and self.surrogate is not None:
+            check_arguments(args, self.surrogate)
         self.loss_inputs: dict[str, Any] | None = None  # of the microbatch whose loss is computed
-        self.rows = 0  # drawn so far
         super().__init__(model, reward_funcs, args, *others, **options)
 
-    @property
-    def records(self) -> list["Record"]:
-        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, Record)]
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        for record in self.records:
-            record.trainer = self
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, Record) and callback.trainer is None:
+                callback.attach(self)
         return super().train(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if self.surrogate is None:
+            return super()._compute_loss(model, inputs)
         advantages = LossAdvantages(inputs["advantages"])
         self.loss_inputs = inputs | {"advantages": advantages}
         try:
@@ -112,196 +118,326 @@ class GRPOTrainer(trl.GRPOTrainer):
         finally:
             self.loss_inputs = None
         if advantages.losses is None:
-            raise RuntimeError(f"the loss of TRL {trl.__version__} takes another way: pip install trl==1.16.0")
+            raise RuntimeError(f"the loss of TRL {trl.__version__} takes another way: {TRIED}")
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self.loss_inputs is not None:
-            self._evaluate_surrogate(outputs[0], outputs[1])
+            self._evaluate_surrogate(outputs[0])
         return outputs
 
-    def _evaluate_surrogate(self, logprobs: Tensor, entropies: Tensor) -> None:
-        """Give the losses to the advantages' stand-in, log metrics, record; logprobs and entropies (B, T)."""
+    def _evaluate_surrogate(self, logprobs: Tensor) -> None:
+        """Give the losses to the advantages' stand-in, and log metrics; logprobs (B, T)."""
         inputs = self.loss_inputs
         advantages = inputs["advantages"].advantages
-        old_logprobs = inputs.get("old_per_token_logps")
-        if old_logprobs is None:
-            old_logprobs = logprobs.detach()
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         surrogate = self.surrogate.bind_step(self.state.global_step)
-        result = evaluate(surrogate, logprobs, old_logprobs, advantages, mask)
-        inputs["advantages"].losses = result.losses
+        old = old_logprobs(inputs, logprobs)
+        losses, metrics = token_losses(surrogate, logprobs, old, advantages, loss_mask(inputs))
+        inputs["advantages"].losses = losses
         mode = "train" if self.model.training else "eval"
-        means = torch.stack(list(result.metrics.values()))
-        if not (result.mask & (advantages != 0)).any():
-            means = torch.full_like(means, torch.nan)  # of no token
-        means = self.accelerator.gather(means[None]).nanmean(dim=0).tolist()
-        for name, mean in zip(result.metrics, means, strict=True):
+        means = self.accelerator.gather(torch.stack(list(metrics.values()))[None]).nanmean(dim=0).tolist()
+        for name, mean in zip(metrics, means, strict=True):
             if not math.isnan(mean):
                 self._metrics[mode][f"surrogate/{name}"].append(mean)
-        if mode == "train":
-            for record in self.records:
-                record.add_visit(inputs, entropies, result)
-
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> Tensor:
-        self.completion_ids = completion_ids  # masks may hide some of them later
-        self.rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)  # of all processes
-        return self.rewards
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        outputs = super()._generate_and_score_completions(inputs)
-        first = self.rows
-        self.rows += len(inputs)
-        outputs["row"] = torch.arange(first, self.rows, device=outputs["completion_ids"].device)  # will be shuffled
-        if self.model.training:
-            for record in self.records:
-                record.begin_rollout(inputs, outputs)
-        return outputs
 
 
-def check_arguments(args: trl.GRPOConfig) -> None:
-    """Raise ValueError for arguments of TRL's own losses: with a surrogate they would have no effect."""
+def old_logprobs(inputs: dict[str, Any], logprobs: Tensor) -> Tensor:
+    """(B, T) that TRL forms ratios against: the policy's own where it keeps none."""
+    kept = inputs.get("old_per_token_logps")
+    return logprobs.detach() if kept is None else kept
+
+
+def loss_mask(inputs: dict[str, Any]) -> Tensor:
+    return (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
+
+
+def check_trainer(kind: type) -> None:
+    """Raise ValueError unless a class computes its loss by TRL's methods, which the bridge and `Record` go through."""
+    for name in ("_compute_loss", "_get_per_token_logps_and_entropies", "_calculate_rewards"):
+        if not hasattr(kind, name):
+            raise ValueError(f"{kind.__name__} of TRL {trl.__version__} has no method {name}: {TRIED}")
+    module = kind.compute_loss.__module__
+    if not module.startswith("trl."):
+        fix = "use TRL's trainer without what replaces it (Unsloth: import pspo_bridge.trl before unsloth)"
+        raise ValueError(f"compute_loss of {kind.__name__} is {module}'s, not TRL's: it passes the bridge by; {fix}")
+
+
+def check_arguments(args: trl.GRPOConfig, surrogate: Surrogate) -> None:
+    """Raise ValueError for arguments of TRL's own losses that say anything else than the surrogate does."""
     if args.loss_type not in AGGREGATIONS:
         fix = f"loss_type says how losses are averaged: one of {', '.join(AGGREGATIONS)}"
         raise ValueError(f"loss_type={args.loss_type!r} is a loss of TRL's: name it as surrogate=; {fix}")
     for name in REPLACED:
         value = getattr(args, name, None)
-        if value is not None and value != getattr(type(args), name):  # the default
+        known = getattr(surrogate, name, None)
+        if known is None and name == "epsilon_high":
+            known = getattr(surrogate, "epsilon", None)
+        if value is not None and value not in (known, getattr(type(args), name)):  # what it does, or the default
             raise ValueError(f"{name}={value!r} has no effect here: leave it out; it is an argument of surrogate=")
+    check_liger(args)
+
+
+def check_liger(args: trl.GRPOConfig) -> None:
     for name in ("use_liger_kernel", "use_liger_loss"):
         if getattr(args, name, False):
             raise ValueError(f"{name}=True computes a loss of its own, without log-probs: leave it out")
 
 
 class Record(TrainerCallback):
-    """Writes a run folder for ``pspo view`` and the curves of ``pspo report``: settings, metrics of each log, and of
-    each rollout's first groups completions and tokens. For `GRPOTrainer` of this module; of process 0's rows.
+    """Writes a run folder for ``pspo view``, ``report`` and ``compare``: settings, all that TRL logs, and of each
+    rollout's first groups completions and tokens. It changes no bit of the training. Of process 0's rows.
+
+    The weight of a token is what it had: d loss of the optimizer step / d logprob, taken where TRL's backward pass
+    computes it, after its masks, corrections and KL, times the step's number of tokens (of a token mean: d loss of the
+    token / d logprob). Entropy bonus and router losses have gradients past the log-probs, which it lacks.
 
     Args:
-        folder: of the run, a new one, also if TRL resumes from a checkpoint.
+        folder: of the run: a new one, or with `resume_from_checkpoint` that of the run that is resumed.
         groups: per rollout whose completions and tokens are recorded, as --run.record_tokens.
     """
 
     def __init__(self, folder: str | Path, groups: int = 2) -> None:
         self.folder = Path(folder)
         self.groups = groups
-        self.trainer: GRPOTrainer | None = None
+        self.trainer: trl.GRPOTrainer | None = None
+        self.line: dict[str, Any] = {}  # of metrics.jsonl, the last one
+        self.line_begins = 0  # bytes before it
+        self.summary: dict[str, Any] = {}
         self.problems: dict[str, int] = {}  # numbers of prompts, in the order in which they come
         self.samples: dict[int, dict[str, Any]] = {}  # by row, of the rollout that is trained on
         self.token_ids: dict[int, list[int]] = {}
         self.visits: list[pd.DataFrame] = []  # to tokens of these
-        self.step_visits: list[dict[str, Tensor]] = []  # to all tokens, of the optimizer step that is computed
+        self.rows = 0  # drawn so far
+        self.inputs: dict[str, Any] | None = None  # of the microbatch whose loss is computed
+        self.microbatches: list[dict[str, Tensor]] = []  # (b, t), of the optimizer step that is computed
         self.statistics: dict[str, float] = {}
+
+    def attach(self, trainer: trl.GRPOTrainer) -> "Record":
+        """Record a trainer's runs. ValueError if its loss is not TRL's."""
+        check_trainer(type(trainer))
+        check_liger(trainer.args)
+        self.trainer = trainer
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        for name, watch in (
+            ("_compute_loss", self.watch_loss),
+            ("_get_per_token_logps_and_entropies", self.watch_logprobs),
+            ("_calculate_rewards", self.watch_rewards),
+            ("_generate_and_score_completions", self.watch_rollout),
+        ):
+            setattr(trainer, name, partial(watch, getattr(trainer, name)))  # on the instance: its class stays
+        return self
+
+    def watch_loss(self, compute_loss: Callable[..., Tensor], model: Any, inputs: dict[str, Any]) -> Tensor:
+        self.inputs = inputs if self.trainer.model.training else None
+        return compute_loss(model, inputs)
+
+    def watch_logprobs(self, compute_logprobs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outputs = compute_logprobs(*args, **kwargs)
+        if self.inputs is not None and outputs[0].requires_grad:
+            self.add_microbatch(self.inputs, outputs[0], outputs[1].detach())
+            self.inputs = None
+        return outputs
+
+    def watch_rewards(self, calculate_rewards: Callable[..., Tensor], *args: Any) -> Tensor:
+        self.completion_ids = args[-1]  # masks may hide some of them later
+        self.rewards = calculate_rewards(*args)  # of all processes
+        return self.rewards
+
+    def watch_rollout(self, generate_and_score: Callable[..., Any], inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        outputs = generate_and_score(inputs)
+        rows = torch.arange(self.rows, self.rows + len(inputs), device=outputs["completion_ids"].device)
+        self.rows += len(inputs)
+        outputs["row"] = rows  # TRL shuffles them
+        if self.trainer.model.training:
+            self.add_rollout(inputs, outputs["advantages"], rows.tolist())
+        return outputs
 
     def on_train_begin(self, args: trl.GRPOConfig, state: Any, control: Any, **_: Any) -> None:
         if self.trainer is None:
-            raise ValueError("Record needs pspo_bridge.trl.GRPOTrainer: TRL's own does not tell what its loss computes")
+            raise ValueError(f"Record({str(self.folder)!r}) records no trainer: call its method attach(trainer)")
+        self.began = time.perf_counter()
         if state.is_world_process_zero:
-            if (self.folder / "metrics.jsonl").exists():
-                raise ValueError(f"{self.folder} holds a run already: give Record another folder")
+            self.keep_steps(state.global_step)
             (self.folder / TOKENS).mkdir(parents=True, exist_ok=True)
             settings = run_settings(self.trainer, args, state.max_steps, self)
             (self.folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 
-    def begin_rollout(self, inputs: list[dict[str, Any]], outputs: dict[str, Any]) -> None:
-        """Keep the first groups of a rollout; ``outputs`` as TRL's has them."""
-        if not self.step_visits:  # else an optimizer step takes several rollouts
-            self.write_rollout()
+    def keep_steps(self, step: int) -> None:
+        """Remove what a run recorded after the checkpoint that is resumed; ValueError for a run that is not resumed."""
+        if step == 0 and (self.folder / "metrics.jsonl").exists():
+            raise ValueError(f"{self.folder} holds a run already: resume it, or give Record another folder")
+        for file in self.folder.glob("*.jsonl"):
+            records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            kept = [record for record in records if record["step"] <= step]
+            file.write_text(as_lines(kept), encoding="utf-8")
+            self.problems |= {json.dumps(one["prompt"]): one["problem"] for one in kept if "prompt" in one}
+        for file in (self.folder / TOKENS).glob("step-*.parquet"):
+            if int(file.stem.removeprefix("step-")) > step:
+                file.unlink()
+
+    def add_rollout(self, inputs: list[dict[str, Any]], advantages: Tensor, rows: list[int]) -> None:
+        """Keep the first groups of a rollout."""
         trainer = self.trainer
-        rewards = trainer.rewards[trainer.accelerator.process_index * len(inputs) :].tolist()
-        group_size = trainer.num_generations
-        eos = trainer.processing_class.eos_token_id
-        for row in range(min(self.groups * group_size, len(inputs))):
-            prompt = inputs[row].get("prompt", "")
-            ids = list(trainer.completion_ids[row])
-            values = [None if math.isnan(value) else value for value in rewards[row]]
+        rewards = self.rewards[trainer.accelerator.process_index * len(inputs) :].tolist()
+        tokenizer = tokenizer_of(trainer)
+        stops = stop_ids(trainer)
+        for i, row in enumerate(rows[: self.groups * trainer.num_generations]):
+            prompt = json.dumps(inputs[i].get("prompt", ""), default=str)
+            ids = list(self.completion_ids[i])
+            values = [None if math.isnan(value) else value for value in rewards[i]]
             weighted = zip(trainer.reward_weights.tolist(), values, strict=True)
-            number = int(outputs["row"][row])
-            self.token_ids[number] = ids
-            self.samples[number] = {
+            self.token_ids[row] = ids
+            self.samples[row] = {
                 "step": None,  # the last one on this rollout, known when it is written
-                "problem": self.problems.setdefault(json.dumps(prompt), len(self.problems)),
-                "sample": row % group_size,
-                "prompt": prompt,
-                "completion": trainer.processing_class.decode(ids, skip_special_tokens=True),
+                "problem": self.problems.setdefault(prompt, len(self.problems)),
+                "sample": i % trainer.num_generations,
+                "prompt": json.loads(prompt),
+                "gold": next((inputs[i][name] for name in GOLD if name in inputs[i]), None),
+                "completion": tokenizer.decode(ids, skip_special_tokens=True),
                 "reward": sum(weight * value for weight, value in weighted if value is not None),
-                "advantage": outputs["advantages"][row].flatten()[0].item(),
+                "advantage": advantages[i].flatten()[0].item(),
                 "tokens": len(ids),
-                "truncated": len(ids) == trainer.max_completion_length and ids[-1] != eos,
+                "truncated": not ids or ids[-1] not in stops,
                 "rewards": dict(zip(trainer.reward_func_names, values, strict=True)),
             }
 
-    def add_visit(self, inputs: dict[str, Any], entropies: Tensor, result: Evaluation) -> None:
-        """Keep what an optimizer step computes at a microbatch's tokens; entropies (B, T)."""
-        mask = result.mask
+    def add_microbatch(self, inputs: dict[str, Any], logprobs: Tensor, entropies: Tensor) -> None:
+        """Keep what an optimizer step computes at a microbatch's tokens, its gradient when it is there; (B, T)."""
+        advantages = inputs["advantages"]
         values = {
-            "logprob": result.logprobs,
-            "old_logprob": result.old_logprobs,
+            "logprob": logprobs.detach(),
+            "old_logprob": old_logprobs(inputs, logprobs),
             "sampler_logprob": inputs.get("sampling_per_token_logps"),
             "reference_logprob": inputs.get("ref_per_token_logps"),
-            "entropy": entropies.detach(),
-            "advantage": result.advantages,
-            "weight": result.weights,
+            "entropy": entropies,
+            "advantage": advantages if advantages.dim() == 2 else advantages[:, None],
             "row": inputs["row"][:, None],
-            "position": torch.arange(mask.shape[1], device=mask.device),
+            "position": torch.arange(logprobs.shape[1], device=logprobs.device),
+            "mask": loss_mask(inputs),
         }
-        tokens = {name: value.expand_as(mask)[mask].cpu() for name, value in values.items() if value is not None}
-        self.step_visits.append(tokens)
+        microbatch = {name: value for name, value in values.items() if value is not None}
+        self.microbatches.append(microbatch)
+
+        def keep_gradient(gradient: Tensor) -> None:
+            scaler = self.trainer.accelerator.scaler  # of float16
+            microbatch["weight"] = gradient / (1.0 if scaler is None else scaler.get_scale())
+
+        logprobs.register_hook(keep_gradient)
 
     def on_step_end(self, args: trl.GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        names = self.step_visits[0]
-        tokens = {name: torch.cat([visit[name] for visit in self.step_visits]) for name in names}
-        self.step_visits = []
-        active = {name: values[tokens["advantage"] != 0] for name, values in tokens.items()}
-        self.statistics = diagnose(
-            active["logprob"], active["old_logprob"], active["advantage"], active["weight"], active["row"]
-        )
+        if not self.microbatches:
+            raise RuntimeError(f"the loss of TRL {trl.__version__} takes another way than Record knows: {TRIED}")
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.microbatches[0]}
+        for microbatch in self.microbatches:
+            mask = microbatch["mask"]
+            for name, values in parts.items():
+                values.append(microbatch[name].expand_as(mask)[mask].cpu())
+        tokens = {name: torch.cat(values) for name, values in parts.items()}
+        self.microbatches = []
+        tokens["weight"] *= len(tokens["weight"])
         is_recorded = torch.isin(tokens["row"], torch.tensor(list(self.samples)))
-        visit = pd.DataFrame({name: values[is_recorded].numpy() for name, values in tokens.items()})
-        self.visits.append(visit.assign(step=state.global_step))
+        visit = pd.DataFrame({name: values[is_recorded].float().numpy() for name, values in tokens.items()})
+        self.visits.append(visit.astype({"row": int, "position": int}).assign(step=state.global_step))
+        if self.trainer._step % (args.steps_per_generation * self.trainer.num_iterations) == 0:  # the rollout's last
+            active = {name: values[tokens["advantage"] != 0] for name, values in tokens.items()}
+            slopes = active["weight"] / -active["advantage"] / (active["logprob"] - active["old_logprob"]).exp()
+            names = ("logprob", "old_logprob", "advantage", "weight", "row")
+            self.statistics = diagnose(*(active[name] for name in names))
+            self.statistics["slope"] = slopes.mean().item() if len(slopes) else math.nan
+            self.write_rollout()
 
     def write_rollout(self) -> None:
-        """Write samples and tokens of the rollout that was trained on, by its last step, and forget them."""
+        """Write samples and tokens of the rollout that was trained on, and forget them."""
         if self.visits and self.trainer.accelerator.is_main_process:
             step = self.trainer.state.global_step
-            append_lines(self.folder / "samples.jsonl", [sample | {"step": step} for sample in self.samples.values()])
+            with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as lines:
+                lines.write(as_lines(sample | {"step": step} for sample in self.samples.values()))
             parts = []
             for place, (row, ids) in enumerate(self.token_ids.items()):
-                texts = token_texts(self.trainer.processing_class, ids)
+                texts = token_texts(tokenizer_of(self.trainer), ids)
                 names = {name: self.samples[row][name] for name in ("problem", "sample")} | {"drawn": row, "row": place}
                 parts.append(
                     pd.DataFrame({"position": range(len(ids)), "token_id": ids, "text": texts}).assign(**names)
                 )
             visits = pd.concat(self.visits, ignore_index=True).rename(columns={"row": "drawn"})
             tokens = visits.merge(pd.concat(parts), on=["drawn", "position"])
-            write_tokens(self.folder, step, [{name: tokens[name] for name in tokens.columns}])
+            write_tokens(self.folder, step, [dict(tokens.items())])
         self.samples = {}
         self.token_ids = {}
         self.visits = []
 
     def on_log(self, args: trl.GRPOConfig, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        if not state.is_world_process_zero or "loss" not in logs:  # the summary of the whole run has none
-            return
-        line: dict[str, Any] = {"step": state.global_step}
-        for name, value in logs.items():
-            if name.startswith("rewards/") and name.endswith("/mean"):
-                name = f"reward/{name.removeprefix('rewards/').removesuffix('/mean')}"
-            line[METRICS.get(name, name)] = value
-        append_lines(self.folder / "metrics.jsonl", [line | self.statistics])
+        if "train_runtime" in logs:
+            self.summary = dict(logs)
+        elif state.is_world_process_zero and self.folder.exists():  # not of an evaluation before the training
+            values = {metric_name(name): value for name, value in logs.items()}
+            if "loss" in logs:
+                values |= self.statistics
+                self.statistics = {}
+            self.add_metrics(state.global_step, values)
+
+    def add_metrics(self, step: int, values: dict[str, Any]) -> None:
+        """Write values into the line of a step, which training and evaluation share."""
+        file = self.folder / "metrics.jsonl"
+        if self.line.get("step") != step:
+            self.line = {"step": step}
+            self.line_begins = file.stat().st_size if file.exists() else 0
+        self.line |= values
+        with file.open("a", encoding="utf-8") as lines:
+            lines.truncate(self.line_begins)
+            lines.write(as_lines([self.line]))
 
     def on_train_end(self, args: trl.GRPOConfig, state: Any, control: Any, **_: Any) -> None:
         self.write_rollout()
+        if state.is_world_process_zero:
+            summary = {"trainer": "trl", "optimizer_steps": state.global_step, "tokens": self.line.get("tokens")}
+            summary |= {"seconds": time.perf_counter() - self.began} | self.summary
+            (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
-def append_lines(file: Path, records: list[dict[str, Any]]) -> None:
-    with file.open("a", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(record, default=str) + "\n" for record in records)
+def metric_name(name: str) -> str:
+    """The name in metrics.jsonl of what TRL logs; ``rewards/f/mean`` is ``reward/f``."""
+    for prefix, ours in (("rewards/", "reward/"), ("eval_rewards/", "validation_reward/")):
+        if name.startswith(prefix) and name.endswith("/mean"):
+            return ours + name.removeprefix(prefix).removesuffix("/mean")
+    return METRICS.get(name, name)
 
 
-def run_settings(trainer: GRPOTrainer, args: trl.GRPOConfig, max_steps: int, record: Record) -> dict[str, Any]:
+def as_lines(records: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(record, default=str) + "\n" for record in records)
+
+
+def tokenizer_of(trainer: trl.GRPOTrainer) -> Any:
+    """The tokenizer; that of a processor if the model sees images."""
+    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+
+
+def stop_ids(trainer: trl.GRPOTrainer) -> set[int | None]:
+    """Ids of which one ends a completion that is not truncated; a model may have several."""
+    tokenizer = tokenizer_of(trainer)
+    ids = trainer.accelerator.unwrap_model(trainer.model).generation_config.eos_token_id
+    return {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+
+def trl_surrogate(args: trl.GRPOConfig) -> Surrogate:
+    """The surrogate that is TRL's own loss."""
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if args.loss_type == "cispo":
+        return CISPO(epsilon_high=high - 1)  # TRL's is the bound itself
+    if args.loss_type == "sapo":
+        return SAPO(args.sapo_temperature_pos, args.sapo_temperature_neg)
+    if args.loss_type == "vespo":
+        return VESPO(args.vespo_k_pos, args.vespo_lambda_pos, args.vespo_k_neg, args.vespo_lambda_neg)
+    if args.importance_sampling_level == "sequence":
+        return GSPO(args.epsilon, high)
+    return Clip(args.epsilon, args.epsilon_high, args.delta)
+
+
+def run_settings(trainer: trl.GRPOTrainer, args: trl.GRPOConfig, max_steps: int, record: Record) -> dict[str, Any]:
     """TRL's arguments as switches of pspo: those that docs/guide/trl.md translates."""
-    surrogate = trainer.surrogate
+    surrogate = getattr(trainer, "surrogate", None) or trl_surrogate(args)
     kind = type(surrogate)
     module = "pspo.losses" if vars(pspo.losses).get(kind.__name__) is kind else kind.__module__
     fields = dataclasses.asdict(surrogate) if dataclasses.is_dataclass(surrogate) else {}

@@ -10,14 +10,16 @@ Tried with verl 0.9.1.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import actor
 
-from pspo_bridge import BUILT_IN, evaluate, make_surrogate
+from pspo_bridge import BUILT_IN, make_surrogate, token_losses
+
+CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")  # of verl's own losses
 
 
 @dataclass
@@ -34,6 +36,18 @@ class PolicyLossConfig(actor.PolicyLossConfig):
         if "." in self.loss_mode:  # else one of verl's own
             make_surrogate(self.loss_mode, **(self.arguments or {}))
             register_policy_loss(self.loss_mode)(policy_loss(self.loss_mode))
+        elif self.arguments:
+            fix = f"name a surrogate, as loss_mode=pspo.PSPO, or leave {', '.join(self.arguments)} out"
+            raise ValueError(f"policy_loss.arguments have no effect with verl's loss_mode={self.loss_mode}: {fix}")
+
+
+def check_clip_ratios(config: actor.ActorConfig) -> None:
+    """Raise ValueError for bounds of verl's own losses that somebody set: a surrogate has its own."""
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if one.name in CLIP and value != one.default:
+            fix = "leave it out; a bound is one of +actor_rollout_ref.actor.policy_loss.arguments"
+            raise ValueError(f"actor.{one.name}={value} has no effect with {config.policy_loss.loss_mode}: {fix}")
 
 
 def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
@@ -49,13 +63,13 @@ def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """Loss and metrics of a microbatch; all tensors are (B, T), the loss is aggregated by verl's `agg_loss`."""
+        check_clip_ratios(config)
         surrogate = make_surrogate(name, **(config.policy_loss.get("arguments") or {}))
-        result = evaluate(surrogate, log_prob, old_log_prob, advantages, response_mask)
-        losses = result.losses
+        losses, metrics = token_losses(surrogate, log_prob, old_log_prob, advantages, response_mask)
         if rollout_is_weights is not None:
             losses = losses * rollout_is_weights
         total = agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
-        return total, {f"actor/{name}/{key}": value.item() for key, value in result.metrics.items()}
+        return total, {f"actor/{name}/{key}": value.nan_to_num().item() for key, value in metrics.items()}
 
     return loss
 

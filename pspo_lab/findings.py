@@ -7,6 +7,20 @@ import numpy as np
 import pandas as pd
 
 FEWEST = 5  # rollouts, before which a trend says nothing
+TRL = {  # what a text names, in TRL's words
+    "--rollout.resample 2, a larger": "a larger",
+    "--rollout.group_size": "num_generations",
+    "--rollout.temperature": "temperature",
+    "--rollout.max_completion_tokens": "max_completion_length",
+    "--rollout.lag": "steps_per_generation",
+    "--algorithm.epochs": "num_iterations",
+    "--algorithm.beta": "beta",
+    "--algorithm.aggregation dr_grpo": "loss_type='dr_grpo'",
+    "--algorithm.correction token_truncate": "vllm_importance_sampling_correction",
+    "--optimizer.lr": "learning_rate",
+    "--data.system_prompt": "system prompt",
+    "; --reward.timeout may be short": "",
+}
 
 
 class Finding(NamedTuple):
@@ -41,7 +55,15 @@ def find(metrics: pd.DataFrame, config: dict[str, Any], summary: dict[str, Any])
     for check in (check_failures, check_signal, check_completions, check_movement, check_rewards):
         findings += check(metrics, config)
     findings += check_best_model(summary)
+    if config.get("trainer") == "trl":
+        findings = [finding._replace(advice=in_trl(finding.advice)) for finding in findings]
     return sorted(findings, key=lambda finding: -finding.severity)
+
+
+def in_trl(advice: str) -> str:
+    for ours, theirs in TRL.items():
+        advice = advice.replace(ours, theirs)
+    return advice
 
 
 def check_failures(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:

@@ -110,7 +110,9 @@ function drawCurves() {
       `${curve.label}${curve.seeds > 1 ? ` (${curve.seeds} seeds)` : ""}`))));
   }
   main.append(host);
-  for (const [title, unit, metrics] of CHARTS) {
+  const charted = new Set(["time", "tokens", ...CHARTS.flatMap(([, , metrics]) => metrics)]);
+  const others = new Set(shown.flatMap((curve) => Object.keys(curve.mean)).filter((name) => !charted.has(name)));
+  for (const [title, unit, metrics] of [...CHARTS, ...[...others].sort().map((name) => [plain(name), "", [name]])]) {
     const lines = shown.flatMap((curve, i) => metrics.filter((name) => curve.mean[name]).map((name) => ({
       curve, name, text: curve.label,
       color: shown.length > 1 || name === metrics[0] ? colors[i] : COLORS[metrics.indexOf(name) % COLORS.length],
@@ -496,7 +498,9 @@ function render() {
   charts = [];
   hideTip();
   const found = data.runs.reduce((sum, run) => sum + run.findings.length, 0);
-  const tabs = Object.entries(TABS).filter(([name]) => name !== "runs" || data.runs.length > 1);
+  const empty = { runs: data.runs.length < 2, groups: !data.groups.length, tokens: !data.groups.some((group) => group.completions.some((one) => one.recorded)),
+    tests: data.tests.every((tests) => !tests.shown.length) };
+  const tabs = Object.entries(TABS).filter(([name]) => !empty[name]);
   document.getElementById("tabs").replaceChildren(...tabs.map(([name, text]) => h("button", { role: "tab",
     id: `tab-${name}`, "aria-selected": String(state.tab === name), onclick: () => { state.tab = name; render(); } },
   name === "findings" && found ? `${text} (${found})` : text)));

@@ -1,8 +1,10 @@
 """prime-rl and SkyRL, on no package index: stand-ins of their published contracts, with our losses behind them."""
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ from batches import SURROGATES, random_batch
 from torch import Tensor
 
 from pspo.losses import DRO, P3O, PSPO, Counts, Surrogate, aggregate
-from pspo_bridge import BUILT_IN, evaluate, make_surrogate
+from pspo_bridge import BUILT_IN, make_surrogate, token_losses
 
 
 @dataclass
@@ -60,12 +62,20 @@ def test_prime_rl_sums_our_loss_over_sequences(surrogate, monkeypatch):
 
     halved = loss(replace(inputs, loss_weights=torch.full((12,), 0.5)), surrogate)
     assert halved.loss.item() == pytest.approx(outputs.loss.item() / 2)
+    assert outputs.metrics.keys() == {"surrogate/ratio", "surrogate/slope", "surrogate/zero_weight_share"}
+    assert loss(replace(inputs, advantages=torch.zeros(12)), "Clip").metrics == {}
 
 
 @pytest.fixture
 def skyrl(monkeypatch):
     """SkyRL's functions: losses are summed, advantages come divided, corrections change loss and mask."""
     registry = {}
+
+    def register_once(name, function):
+        if name in registry:
+            raise ValueError(f"policy loss '{name}' already registered")
+        registry[name] = function
+
     utils = "skyrl.backends.skyrl_train.utils"
     install(
         monkeypatch,
@@ -79,7 +89,9 @@ def skyrl(monkeypatch):
     install(
         monkeypatch,
         f"{utils}.ppo_utils",
-        PolicyLossRegistry=SimpleNamespace(register=registry.__setitem__),
+        PolicyLossRegistry=SimpleNamespace(
+            register=register_once, unregister=registry.__delitem__, list_available=lambda: list(registry)
+        ),
         reduce_loss=lambda loss, mask: (loss * mask).sum(),
     )
     monkeypatch.delitem(sys.modules, "pspo_bridge.skyrl", raising=False)
@@ -110,6 +122,14 @@ def test_skyrl_sums_our_loss_of_divided_advantages(skyrl, surrogate):
     assert corrected.item() == pytest.approx(expected.item() * 0.5 * torch.e**0.5 * 2, rel=1e-6)
     assert metrics["tis"] == 1.0
 
+    skyrl.register(surrogate, anchor="rollout")  # as for its fully async trainer
+    loss = skyrl.registry[f"pspo.{type(surrogate).__name__}"]
+    anchored, metrics = loss(logprobs, torch.full_like(old, torch.nan), advantages / tokens, config, mask.long(), old)
+    assert anchored.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert "tis" not in metrics
+    with pytest.raises(ValueError, match="needs the engine's log-probs"):
+        loss(logprobs, old, advantages, config, mask.long())
+
 
 @pytest.mark.parametrize("surrogate", [P3O(kl_coef=0.1), DRO()], ids=repr)
 def test_skyrl_refuses_a_loss_that_advantages_do_not_scale(skyrl, surrogate):
@@ -126,6 +146,8 @@ class Stateful(PSPO):
     ("surrogate", "arguments", "message"),
     [
         ("PSP0", {}, "there is no surrogate 'PSP0'.*: name one of Clip, NoClip|.*PSPO"),
+        ("pspo", {}, "there is no surrogate 'pspo'.*: name PSPO, or the import path"),
+        ({"name": "PSPO"}, {}, "'name': 'PSPO'.*write {'class_path': 'PSPO', 'init_args'"),
         ("no_such_module.Loss", {}, "there is no surrogate 'no_such_module.Loss'.*No module named"),
         ("PSPO", {"epsilon": 0.1}, r"PSPO\(alpha: float = 0.1\).*unexpected keyword argument 'epsilon'"),
         (PSPO(0.3), {"alpha": 0.2}, "has its arguments already: leave alpha out"),
@@ -156,11 +178,67 @@ class Annealed(PSPO):
 def test_a_loss_that_asks_for_the_step_is_refused_where_nobody_tells_it():
     values = torch.zeros(1, 2, requires_grad=True), torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2)
     with pytest.raises(ValueError, match="asks for the optimizer step"):
-        evaluate(Annealed(), *values)
-    assert evaluate(Annealed().bind_step(1), *values).losses.tolist() == [[-0.5, -0.5]]
+        token_losses(Annealed(), *values)
+    assert token_losses(Annealed().bind_step(1), *values)[0].tolist() == [[-0.5, -0.5]]
 
 
 def test_losses_and_bridge_import_no_trainer():
     code = "import sys, pspo.losses, pspo_bridge; print({'transformers', 'trl', 'verl', 'datasets'} & {*sys.modules})"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "set()"
+
+
+def guide_lines(trainer):
+    page = (Path(__file__).parents[2] / "docs/guide/bridge.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(rf"```py\n(from {trainer}.*?)```", page, re.DOTALL)
+    return lines
+
+
+@pytest.mark.parametrize("name", ["Clip", "PSPO"])
+def test_the_guides_lines_for_slime(monkeypatch, name):
+    """slime calls `compute_policy_loss` of its module once, with the tokens of all completions in a row."""
+    module = ModuleType("loss")
+    install(monkeypatch, "slime.backends.megatron_utils", loss=module)
+    exec(guide_lines("slime").replace('"PSPO"', repr(name)), names := {})
+    names["use_pspo"](None)
+    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9], dtype=torch.float64)
+    kl = (old - logprobs)[mask].requires_grad_()
+    losses, clipped = module.compute_policy_loss(kl, advantages.expand(4, 12)[mask], 0.2, 0.28, eps_clip_c=None)
+    ours = logprobs.clone().requires_grad_()
+    expected = make_surrogate(name)(ours, old, advantages, mask)
+    torch.testing.assert_close(losses, expected[mask], rtol=1e-12, atol=1e-14)
+    assert clipped.shape == losses.shape
+    losses.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(-kl.grad, ours.grad[mask], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
+def test_the_guides_lines_for_nemo_rl(monkeypatch, surrogate):
+    """NeMo-RL calls its loss by these four names; its batches have one column more than log-probs."""
+
+    class ClippedPGLossFn:
+        def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+            assert data.keys() >= {"prev_logprobs", "advantages", "token_mask", "sample_mask"}
+            return torch.tensor(torch.nan), {"loss": torch.nan, "approx_entropy": 1.0}
+
+    module = ModuleType("grpo")
+    install(monkeypatch, "nemo_rl.algorithms", grpo=module)
+    module.ClippedPGLossFn = ClippedPGLossFn
+    exec(guide_lines("nemo_rl").replace('"PSPO"', "surrogate"), {"surrogate": surrogate})
+    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9], dtype=torch.float64)
+    column = torch.zeros(4, 1)
+    data = {
+        "prev_logprobs": torch.cat([column, old], dim=1),
+        "advantages": torch.cat([column, advantages.expand(4, 12)], dim=1),
+        "token_mask": torch.cat([column, mask], dim=1),
+        "sample_mask": torch.tensor([1, 1, 0, 1]),
+    }
+    tokens = torch.tensor(40)
+    loss, metrics = module.ClippedPGLossFn()(
+        next_token_logprobs=logprobs, data=data, global_valid_seqs=None, global_valid_toks=tokens
+    )
+    rows = [0, 1, 3]
+    expected = surrogate(logprobs[rows], old[rows], advantages[rows], mask[rows]).sum() / 40
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert metrics == {"loss": loss.item(), "approx_entropy": 1.0}

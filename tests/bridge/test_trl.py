@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import functools
 import gzip
 import json
 import re
@@ -18,13 +19,14 @@ from pspo.model import load_policy, load_tokenizer
 from pspo.model.find import ASSETS
 from pspo.rollout import Rollout
 from pspo.update import Learner, update
+from pspo_lab.report_command import main as report
 from pspo_lab.view_command import main as view
 
 trl = pytest.importorskip("trl", reason="needs TRL: pip install 'pspo[trl]'")
 
 from datasets import Dataset
 
-from pspo_bridge.trl import GRPOTrainer, Record
+from pspo_bridge.trl import GRPOTrainer, Record, check_arguments
 
 GROUP = 4
 LIMIT = 12
@@ -60,14 +62,16 @@ def make_trainer(
         "temperature": 0.8,
     }
     config = ModelConfig()
-    return GRPOTrainer(
+    prompts = Dataset.from_dict({"prompt": PROMPTS * 12, "solution": ["3", "9"] * 12})
+    kind = trl.GRPOTrainer if surrogate == "stock" else functools.partial(GRPOTrainer, surrogate=surrogate)
+    return kind(
         model or load_policy(config, torch.device("cpu")),
         reward_funcs,
         trl.GRPOConfig(**defaults | arguments),
-        Dataset.from_dict({"prompt": PROMPTS * 12}),
+        prompts,
+        prompts,
         processing_class=load_tokenizer(config),
         callbacks=list(callbacks),
-        surrogate=surrogate,
     )
 
 
@@ -219,18 +223,125 @@ def embedded_data(page):
     return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
+OPTIONS = [
+    {},
+    {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.3},
+    {"loss_type": "bnpo", "delta": 1.1},
+    {"loss_type": "dr_grpo", "top_entropy_quantile": 0.2},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.5},
+    {"loss_type": "cispo", "epsilon_high": 5.0},
+    {"loss_type": "sapo"},
+    {"loss_type": "vespo", "off_policy_mask_threshold": 1e-4},
+    {"importance_sampling_level": "sequence", "beta": 0.1},
+    {"beta": 0.1, "use_bias_correction_kl": True},
+    {"off_policy_mask_threshold": 1e-4, "mask_truncated_completions": True},
+    {"entropy_coef": 0.1},
+    {"accumulation": 2, "loss_type": "grpo"},
+    {"surrogate": None, "scale_rewards": "none"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_record_changes_no_bit_and_its_weights_are_the_gradients(tmp_path, options):
+    """Weight times gradient of the log-prob, summed over the tokens, is the gradient of each step."""
+    options = {"surrogate": "stock", "accumulation": 1} | options
+    stock = make_trainer(tmp_path / "stock", **options | {"surrogate": "stock"})
+    stock.train()
+
+    steps = []  # of each the model before it, the inputs of its microbatches, and its gradient
+
+    class Gradients(trl.trainer.grpo_trainer.TrainerCallback):
+        def on_pre_optimizer_step(self, *_, model, **__):
+            steps[-1]["gradient"] = torch.cat([weights.grad.flatten() for weights in model.parameters()])
+
+    trainer = make_trainer(tmp_path / "recorded", **options, callbacks=[Gradients()])
+    compute_loss = trainer._compute_loss
+
+    def watched(model, inputs):
+        if not steps or "gradient" in steps[-1]:
+            steps.append({"model": copy.deepcopy(model), "inputs": []})
+        steps[-1]["inputs"].append(inputs)
+        return compute_loss(model, inputs)
+
+    trainer._compute_loss = watched
+    Record(tmp_path / "run", groups=99).attach(trainer)
+    trainer.train()
+
+    for ours, theirs in zip(trainer.model.parameters(), stock.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(trainer.state.log_history, stock.state.log_history, strict=True):
+        assert {n: v for n, v in ours.items() if not TIMES.search(n)} == {
+            n: v for n, v in theirs.items() if not TIMES.search(n)
+        }
+    if "entropy_coef" in options:  # a gradient that is not the log-probs'
+        return
+    tokens = pd.read_parquet(tmp_path / "run/tokens.parquet")
+    assert len(steps) == tokens["step"].nunique() == 2
+    for step, record in enumerate(steps, start=1):
+        model = record["model"]
+        model.zero_grad()
+        own = tokens[tokens["step"] == step]
+        for inputs in record["inputs"]:
+            ids = [inputs["prompt_ids"], inputs["completion_ids"]], [inputs["prompt_mask"], inputs["completion_mask"]]
+            width = inputs["completion_ids"].shape[1]
+            logprobs, *_ = trl.GRPOTrainer._get_per_token_logps_and_entropies(
+                trainer, model, *(torch.cat(parts, dim=1) for parts in ids), width
+            )
+            weights = torch.zeros(len(PROMPTS) * GROUP, width)
+            weights[own["row"].to_numpy(), own["position"].to_numpy()] = torch.tensor(own["weight"].to_numpy())
+            (weights[inputs["row"]] / len(own) * logprobs).sum().backward()
+        gradient = torch.cat([weights.grad.flatten() for weights in model.parameters()])
+        assert record["gradient"].norm() > 0
+        assert (gradient - record["gradient"]).norm() < 1e-5 * record["gradient"].norm()
+
+
+TIMES = re.compile("time|runtime|per_second")
+
+
+def lines_of(file):
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    return [
+        {name: value for name, value in record.items() if not re.search("seconds|epoch", name)} for record in records
+    ]
+
+
+def test_a_resumed_run_goes_on_in_its_record(tmp_path):
+    """With the bits of a run that nobody recorded or stopped."""
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
+    stock = make_trainer(tmp_path / "stock", "stock", **options)
+    stock.train()
+    Record(tmp_path / "run").attach(trainer := make_trainer(tmp_path / "checkpoints", "stock", **options))
+    trainer.train()
+    names = ("metrics.jsonl", "samples.jsonl")
+    whole = [lines_of(tmp_path / "run" / name) for name in names]
+    tokens = pd.read_parquet(tmp_path / "run/tokens.parquet")
+    Record(tmp_path / "run").attach(resumed := make_trainer(tmp_path / "checkpoints", "stock", **options))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoints/checkpoint-2"))
+    for weights in zip(*(one.model.parameters() for one in (stock, trainer, resumed)), strict=True):
+        assert torch.equal(weights[0], weights[1])
+        assert torch.equal(weights[0], weights[2])
+    assert [lines_of(tmp_path / "run" / name) for name in names] == whole
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "run/tokens.parquet"), tokens)
+
+
 def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, monkeypatch, capsys):
     run = tmp_path / "runs" / "trl"
-    make_trainer(tmp_path, PSPO(0.25), callbacks=[Record(run, groups=1)], max_steps=4, learning_rate=0.05).train()
+    options = {"max_steps": 4, "learning_rate": 0.05, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = make_trainer(tmp_path, PSPO(0.25), callbacks=[Record(run, groups=1)], **options)
+    trainer.model.generation_config.eos_token_id = [5, trainer.processing_class.eos_token_id]
+    trainer.train()
 
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = lines_of(run / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3, 4]
-    assert all(line["surrogate/slope"] == pytest.approx(0.75, rel=1e-5) for line in metrics)
-    assert metrics[0]["ratio_max"] == 1
-    assert metrics[1]["ratio_max"] > 1
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    for first, last in (metrics[:2], metrics[2:]):  # statistics are of a rollout's last step
+        assert "ratio_max" not in first
+        assert last["ratio_max"] > 1
+        assert last["slope"] == pytest.approx(0.75, rel=1e-4)
+        assert last["validation_reward"] == last["validation_reward/by_length"] >= 0
+    samples = lines_of(run / "samples.jsonl")
     assert [(sample["step"], sample["sample"]) for sample in samples] == [(s, i) for s in (2, 4) for i in range(GROUP)]
     assert all(sample["reward"] == sample["tokens"] % 3 for sample in samples)
+    assert {(sample["prompt"], sample["gold"]) for sample in samples} <= set(zip(PROMPTS, ["3", "9"], strict=True))
     tokens = pd.read_parquet(run / "tokens.parquet")
     assert tokens.groupby("step").size().sum() == 2 * sum(sample["tokens"] for sample in samples)
     ratio = (tokens["logprob"] - tokens["old_logprob"]).map(torch.tensor).map(torch.exp).map(float)
@@ -240,6 +351,7 @@ def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setenv("HOME", str(tmp_path))
     view(["~/runs/trl", "--output", "~/page.html"])
+    report(["~/runs/trl", "--output_dir", "~/report"])
     assert capsys.readouterr().err == ""
     page = embedded_data(tmp_path / "page.html")
     assert [len(group["completions"]) for group in page["groups"]] == [GROUP, GROUP]
@@ -276,6 +388,8 @@ def test_a_record_of_rollouts_that_end_inside_a_step(tmp_path, per_generation, a
     assert len(tokens) == sum(sample["tokens"] for sample in samples if not sample["truncated"])
     with pytest.raises(ValueError, match="holds a run already"):
         trainer.train()
+    with pytest.raises(ValueError, match=r"records no trainer.*attach"):
+        make_trainer(tmp_path, "stock", callbacks=[Record(run)]).train()
 
 
 @pytest.mark.parametrize(
@@ -283,6 +397,8 @@ def test_a_record_of_rollouts_that_end_inside_a_step(tmp_path, per_generation, a
     [
         ({"class_path": "PSPO", "init_args": {"epsilon": 0.1}}, {}, r"PSPO\(alpha: float = 0.1\).*epsilon"),
         ("PSPO", {"epsilon": 0.1}, r"epsilon=0.1 has no effect here"),
+        (Clip(0.2, 0.28), {"epsilon_high": 0.3}, r"epsilon_high=0.3 has no effect here"),
+        ("PSPO", {"vespo_k_pos": 1.0}, r"vespo_k_pos=1.0 has no effect here"),
         ("PSPO", {"loss_type": "sapo"}, "loss_type='sapo' is a loss of TRL's"),
         ("PSPO", {"use_liger_kernel": True}, "use_liger_kernel=True computes a loss of its own"),
     ],
@@ -305,10 +421,23 @@ def test_the_lines_of_the_guide_make_a_trainer(tmp_path, monkeypatch):
     lines = lines.replace("Qwen/Qwen2.5-0.5B-Instruct", str(ASSETS / "tiny-base"))
     exec(lines.replace("GRPOConfig(num", "GRPOConfig(use_cpu=True, bf16=False, num"), names)
     assert names["trainer"].surrogate == PSPO(0.1)
-    assert len(names["trainer"].records) == 1
+    assert any(isinstance(callback, Record) for callback in names["trainer"].callback_handler.callbacks)
 
 
-def test_another_way_to_the_loss_is_refused(trainer, monkeypatch):
+def test_bounds_that_say_what_the_surrogate_does_are_accepted():
+    check_arguments(trl.GRPOConfig(use_cpu=True, bf16=False, epsilon_high=0.28), Clip(0.2, 0.28))
+    check_arguments(trl.GRPOConfig(use_cpu=True, bf16=False, epsilon=0.3, epsilon_high=0.3), Clip(0.3))
+
+
+def test_another_way_to_the_loss_is_refused(trainer, tmp_path, monkeypatch):
     monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", lambda *_: torch.zeros(()))
     with pytest.raises(RuntimeError, match="pip install trl=="):
         trainer._compute_loss(trainer.model, {"advantages": torch.zeros(2)})
+
+    def compute_loss(*_, **__):  # as of Unsloth
+        return torch.zeros(())
+
+    monkeypatch.setattr(trl.GRPOTrainer, "compute_loss", compute_loss)
+    for make in (lambda: make_trainer(tmp_path), lambda: Record(tmp_path / "run").attach(trainer)):
+        with pytest.raises(ValueError, match="compute_loss of GRPOTrainer is test_trl's, not TRL's"):
+            make()

@@ -99,6 +99,16 @@ def test_a_surrogate_of_a_user_and_defaults_without_the_section():
     assert total == pytest.approx(P3O()(logprobs, old, advantages, mask).sum().item() / mask.sum().item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("word", ["clip_ratio=0.5", "clip_ratio_low=0.1", "clip_ratio_high=0.28", "clip_ratio_c=4.0"])
+def test_bounds_of_verls_losses_are_refused(word):
+    config = actor_config("policy_loss.loss_mode=pspo.Clip", word)
+    logprobs, *others = random_batch(LENGTHS, dtype=torch.float32)
+    with pytest.raises(ValueError, match=rf"actor.{word} has no effect with pspo.Clip: leave it out"):
+        worker_loss(config, logprobs.requires_grad_(), *others)
+
+
 def test_a_wrong_argument_is_refused_when_the_configuration_is_read():
+    with pytest.raises(Exception, match=r"no effect with verl's loss_mode=vanilla.*leave alpha out"):
+        actor_config("+ policy_loss.arguments.alpha=0.3")
     with pytest.raises(Exception, match=r"alpha must be in \[0, 1\], got 2"):  # hydra's, with ours
         actor_config("policy_loss.loss_mode=pspo.PSPO", "+ policy_loss.arguments.alpha=2")

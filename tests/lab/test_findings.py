@@ -57,6 +57,8 @@ def test_each_fault_is_found(name):
     findings = found(metrics)
     assert [finding.text for finding in findings if finding.text.startswith(text)], findings
     assert all(finding.advice for finding in findings)
+    for finding in find(pd.DataFrame(HEALTHY | metrics), CONFIG | {"trainer": "trl"}, {}):
+        assert "--" not in finding.advice  # switches that TRL has not
 
 
 def test_a_reward_of_another_format_does_not_miss_the_paper_s():
