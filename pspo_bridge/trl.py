@@ -96,7 +96,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         **options: Any,
     ) -> None:
         self.surrogate = None if surrogate is None else make_surrogate(surrogate)
-        check_trainer(type(self))
+        check_trainer(type(self), args)
         if args is not None and self.surrogate is not None:
             check_arguments(args, self.surrogate)
         self.loss_inputs: dict[str, Any] | None = None  # of the microbatch whose loss is computed
@@ -124,22 +124,17 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self.loss_inputs is not None:
-            self._evaluate_surrogate(outputs[0])
+            inputs = self.loss_inputs
+            surrogate = self.surrogate.bind_step(self.state.global_step)
+            old = old_logprobs(inputs, outputs[0])
+            stand_in = inputs["advantages"]
+            stand_in.losses, metrics = token_losses(surrogate, outputs[0], old, stand_in.advantages, loss_mask(inputs))
+            mode = "train" if self.model.training else "eval"
+            means = self.accelerator.gather(torch.stack(list(metrics.values()))[None]).nanmean(dim=0).tolist()
+            for name, mean in zip(metrics, means, strict=True):
+                if not math.isnan(mean):
+                    self._metrics[mode][f"surrogate/{name}"].append(mean)
         return outputs
-
-    def _evaluate_surrogate(self, logprobs: Tensor) -> None:
-        """Give the losses to the advantages' stand-in, and log metrics; logprobs (B, T)."""
-        inputs = self.loss_inputs
-        advantages = inputs["advantages"].advantages
-        surrogate = self.surrogate.bind_step(self.state.global_step)
-        old = old_logprobs(inputs, logprobs)
-        losses, metrics = token_losses(surrogate, logprobs, old, advantages, loss_mask(inputs))
-        inputs["advantages"].losses = losses
-        mode = "train" if self.model.training else "eval"
-        means = self.accelerator.gather(torch.stack(list(metrics.values()))[None]).nanmean(dim=0).tolist()
-        for name, mean in zip(metrics, means, strict=True):
-            if not math.isnan(mean):
-                self._metrics[mode][f"surrogate/{name}"].append(mean)
 
 
 def old_logprobs(inputs: dict[str, Any], logprobs: Tensor) -> Tensor:
@@ -152,8 +147,11 @@ def loss_mask(inputs: dict[str, Any]) -> Tensor:
     return (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
 
 
-def check_trainer(kind: type) -> None:
+def check_trainer(kind: type, args: trl.GRPOConfig | None) -> None:
     """Raise ValueError unless a class computes its loss by TRL's methods, which the bridge and `Record` go through."""
+    for name in ("use_liger_kernel", "use_liger_loss"):
+        if getattr(args, name, False):
+            raise ValueError(f"{name}=True computes a loss of its own, without log-probs: leave it out")
     for name in ("_compute_loss", "_get_per_token_logps_and_entropies", "_calculate_rewards"):
         if not hasattr(kind, name):
             raise ValueError(f"{kind.__name__} of TRL {trl.__version__} has no method {name}: {TRIED}")
@@ -175,13 +173,6 @@ def check_arguments(args: trl.GRPOConfig, surrogate: Surrogate) -> None:
             known = getattr(surrogate, "epsilon", None)
         if value is not None and value not in (known, getattr(type(args), name)):  # what it does, or the default
             raise ValueError(f"{name}={value!r} has no effect here: leave it out; it is an argument of surrogate=")
-    check_liger(args)
-
-
-def check_liger(args: trl.GRPOConfig) -> None:
-    for name in ("use_liger_kernel", "use_liger_loss"):
-        if getattr(args, name, False):
-            raise ValueError(f"{name}=True computes a loss of its own, without log-probs: leave it out")
 
 
 class Record(TrainerCallback):
@@ -215,8 +206,7 @@ class Record(TrainerCallback):
 
     def attach(self, trainer: trl.GRPOTrainer) -> "Record":
         """Record a trainer's runs. ValueError if its loss is not TRL's."""
-        check_trainer(type(trainer))
-        check_liger(trainer.args)
+        check_trainer(type(trainer), trainer.args)
         self.trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)

@@ -112,7 +112,8 @@ function drawCurves() {
   main.append(host);
   const charted = new Set(["time", "tokens", ...CHARTS.flatMap(([, , metrics]) => metrics)]);
   const others = new Set(shown.flatMap((curve) => Object.keys(curve.mean)).filter((name) => !charted.has(name)));
-  for (const [title, unit, metrics] of [...CHARTS, ...[...others].sort().map((name) => [plain(name), "", [name]])]) {
+  const rest = [...others].sort().map((name) => [name.replaceAll("_", " "), "", [name]]);
+  for (const [title, unit, metrics] of [...CHARTS, ...rest]) {
     const lines = shown.flatMap((curve, i) => metrics.filter((name) => curve.mean[name]).map((name) => ({
       curve, name, text: curve.label,
       color: shown.length > 1 || name === metrics[0] ? colors[i] : COLORS[metrics.indexOf(name) % COLORS.length],
@@ -498,9 +499,10 @@ function render() {
   charts = [];
   hideTip();
   const found = data.runs.reduce((sum, run) => sum + run.findings.length, 0);
-  const empty = { runs: data.runs.length < 2, groups: !data.groups.length, tokens: !data.groups.some((group) => group.completions.some((one) => one.recorded)),
+  const hidden = { runs: data.runs.length < 2, groups: !data.groups.length,
+    tokens: !data.groups.some((group) => group.completions.some((one) => one.recorded)),
     tests: data.tests.every((tests) => !tests.shown.length) };
-  const tabs = Object.entries(TABS).filter(([name]) => !empty[name]);
+  const tabs = Object.entries(TABS).filter(([name]) => !hidden[name]);
   document.getElementById("tabs").replaceChildren(...tabs.map(([name, text]) => h("button", { role: "tab",
     id: `tab-${name}`, "aria-selected": String(state.tab === name), onclick: () => { state.tab = name; render(); } },
   name === "findings" && found ? `${text} (${found})` : text)));
