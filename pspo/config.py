@@ -56,8 +56,8 @@ def switch(default: Any, *facts: Fact, **limits: float) -> Any:
 class Section:
     """Base of the configuration's sections, frozen dataclasses: checks and completes the values of their switches."""
 
-    def __init_subclass__(cls, name: str) -> None:
-        cls.section = name
+    def __init_subclass__(cls, name: str = "") -> None:
+        cls.section = f"{name}." if name else ""
 
     def __post_init__(self) -> None:
         for part in fields(self):
@@ -73,7 +73,7 @@ class Section:
             if limits and value is not None:
                 is_within = all(COMPARISONS[name](value, limit) for name, limit in limits.items())
                 rule = " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
-                require(is_within and math.isfinite(value), f"{self.section}.{part.name}", f"must be {rule}", value)
+                require(is_within and math.isfinite(value), f"{self.section}{part.name}", f"must be {rule}", value)
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ class RolloutConfig(Section, name="rollout"):
         prompts: prompts per rollout
         group_size: completions per prompt; a group of 1 would always have advantage 0
         max_completion_tokens: maximum length of a completion
-        stop_tokens: tokens that end a completion, such as [<|im_end|>]; unset, the model's, tokenizer's and template's
-        stop_strings: texts that end a completion, too, such as ["Question:"]
+        stop_tokens: tokens that end a completion, such as <|im_end|>; unset, the model's, tokenizer's and template's
+        stop_strings: texts that end a completion, too, such as "Question:"
         temperature: sampling temperature, also applied to every log-prob
         top_p: nucleus sampling mass
         top_k: sample from the k most likely tokens; 0 for all
@@ -289,11 +289,13 @@ class AlgorithmConfig(Section, name="algorithm"):
     mask_truncated: bool = False
     nucleus: Literal["ignore", "replay"] = "ignore"
     ratio_to: Literal["behaviour", "proximal"] = "behaviour"
-    correction: losses.Correction | Callable | None = None
+    correction: losses.Correction | Callable | None = field(default=None, compare=False)
     correction_cap: float = switch(3.0, above=0)
     correction_floor: float = switch(0.0, at_least=0)
+    effective_correction: losses.Correction | Callable = field(init=False)  # no switch: `TrainConfig` sets it
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "effective_correction", self.correction or "none")
         super().__post_init__()
         rule = f"must be at most algorithm.correction_cap ({self.correction_cap})"
         require(self.correction_floor <= self.correction_cap, "algorithm.correction_floor", rule, self.correction_floor)
@@ -306,7 +308,7 @@ class AlgorithmConfig(Section, name="algorithm"):
     def loss_terms(self) -> list[losses.Term | Callable]:
         """The terms that are on, in the order in which they are called."""
         terms = list(self.terms)
-        if self.correction not in (None, "none"):
+        if self.effective_correction != "none":
             terms.append(losses.SamplerCorrection(self.correction, self.correction_cap, self.correction_floor))
         if self.beta > 0:
             terms.append(losses.KLPenalty(self.beta, self.kl_estimator))
@@ -399,10 +401,10 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        if self.algorithm.correction is None:
-            needed = self.draws_by_engine and not self.ratios_to_engine
-            correction = "token_truncate" if needed else "none"
-            object.__setattr__(self, "algorithm", replace(self.algorithm, correction=correction))
+        algorithm = replace(self.algorithm)
+        if algorithm.correction is None and self.draws_by_engine and not self.ratios_to_engine:
+            object.__setattr__(algorithm, "effective_correction", "token_truncate")
+        object.__setattr__(self, "algorithm", algorithm)
         self.check_sampling()
         self.check_steps()
 
@@ -416,7 +418,8 @@ class TrainConfig:
             "must be none with --rollout.decoder hf or an environment, which record no log-probs, "
             "and with an engine and a lag, whose ratios are to the engine's own"
         )
-        require(can_correct or algorithm.correction == "none", "algorithm.correction", rule, algorithm.correction)
+        correction = algorithm.effective_correction
+        require(can_correct or correction == "none", "algorithm.correction", rule, correction)
         cuts = rollout.top_p < 1 or rollout.top_k > 0
         rule = (
             "must be ignore unless --rollout.top_p or top_k cuts something, "
@@ -467,8 +470,8 @@ class EvalConfig(Section, name="eval"):
         samples: completions per problem at temperatures above 0
         top_p: nucleus sampling mass
         max_completion_tokens: maximum length of a completion
-        stop_tokens: tokens that end a completion, such as [<|im_end|>]; unset, the model's, tokenizer's and template's
-        stop_strings: texts that end a completion, too, such as ["Question:"]
+        stop_tokens: tokens that end a completion, such as <|im_end|>; unset, the model's, tokenizer's and template's
+        stop_strings: texts that end a completion, too, such as "Question:"
         max_tokens: tokens decoded at a time, prompts included; fewer save memory, and change which samples are drawn
         environment: import path of a text environment, as in training
     """
@@ -522,7 +525,7 @@ def find_switches(config_class: type, prefix: str = "") -> dict[str, Field]:
     for part in fields(config_class):
         if is_dataclass(part.type):
             found |= find_switches(part.type, f"{prefix}{part.name}.")
-        else:
+        elif part.init:
             found[f"{prefix}{part.name}"] = part
     return found
 

@@ -49,7 +49,8 @@ def plain_switches(switches: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def defaults(class_path: str = "") -> dict[str, Any]:
     """The default of every switch, as `Runs.configs` has it, with the arguments of a surrogate of `pspo.losses`."""
-    from pspo.cli.parse import class_names, make_config  # slow to import: torch
+    from pspo.cli.parse import make_config  # slow to import: torch
+    from pspo.cli.values import class_names
     from pspo.config import TrainConfig
     from pspo.losses import Surrogate
 

@@ -4,18 +4,16 @@ import functools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from jsonargparse.typing import PositiveInt
-
 from pspo.cli.files import argument_text, read_jsonl, require_same
 from pspo.cli.parse import parse
 from pspo.cli.terminal import Bar
-from pspo.config import EvaluateConfig, TrainConfig, require
+from pspo.config import EvaluateConfig, Section, TrainConfig, require, switch
 from pspo.run.endings import user_errors
 
 WEIGHTS = ("best", "final", "checkpoints")  # folders of a run
@@ -25,13 +23,13 @@ parse_once = functools.cache(parse)  # a search has two stages with the same swi
 
 
 @dataclass(frozen=True)
-class Search:
+class Search(Section, name="search"):
     """The paper's selection (appendix A.1): all settings run with ``seeds`` (grid), the best ``keep`` of a method with
     ``confirm_seeds`` (confirm), and the one with the highest mean last validation reward in full.
     """
 
     seeds: list[int]
-    keep: PositiveInt
+    keep: int = switch(MISSING, above=0)
     confirm_seeds: list[int]
     switches: Switches = field(default_factory=dict)  # differences from a full run, its length above all
 
@@ -56,7 +54,7 @@ class Experiment:
 
 
 @dataclass(frozen=True)
-class SweepConfig:
+class SweepConfig(Section):
     """Train and evaluate many settings.
 
     Args:
@@ -73,8 +71,8 @@ class SweepConfig:
     experiments: dict[str, Experiment]
     output: str
     only: list[str] | None = None
-    workers: PositiveInt | None = None
-    processes: PositiveInt = 1
+    workers: int | None = switch(None, above=0)
+    processes: int = switch(1, above=0)
     launcher: str | None = None
     retry_failed: bool = False
     dry_run: bool = False

@@ -10,18 +10,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jsonargparse.typing import PositiveInt
-
 from pspo import distributed as dist
 from pspo.cli.parse import parse
-from pspo.config import ModelConfig
+from pspo.config import ModelConfig, Section, switch
 from pspo.model.find import resolve_adapters
 from pspo.run.endings import user_errors
 from pspo_vllm.vllm import require_vllm, vllm_options
 
 
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(Section):
     """Start a vLLM server that draws rollouts for a trainer.
 
     Args:
@@ -31,13 +29,13 @@ class ServeConfig:
         gpus: number of GPUs, over which it splits the model (tensor parallel)
         max_tokens: most tokens of a prompt and its completion together
         max_rows: completions decoded at a time
-        arguments: more arguments for vLLM's own server, such as [--tensor-parallel-size=2]
+        arguments: more arguments for vLLM's own server, such as ["--dtype=float32"]
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     host: str = "127.0.0.1"
     port: int = 8000
-    gpus: PositiveInt = 1
+    gpus: int = switch(1, above=0)
     max_tokens: int = 1024
     max_rows: int = 256
     arguments: list[str] = field(default_factory=list)

@@ -1,5 +1,7 @@
 """Configuration: defaults, switches and files, plug-ins by import path, round trips, help, and refused values."""
 
+import json
+import math
 import os
 import re
 import sys
@@ -14,6 +16,7 @@ import yaml
 import pspo.__main__
 from pspo.cli.files import to_yaml
 from pspo.cli.parse import parse, resolve
+from pspo.cli.python import config_from_python
 from pspo.config import EvaluateConfig, Fact, LoraConfig, ModelConfig, TrainConfig, find_switches, switches_with
 from pspo.losses import CISPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip, OffPolicyMask
 from pspo.model.find import TINY_BYTES, find_default_lr
@@ -42,7 +45,7 @@ def yaml_file(tmp_path):
 def sections(config_class: type) -> dict[str, list[str]]:
     """Every field of a command, by section."""
     hints = typing.get_type_hints(config_class)
-    return {part.name: [leaf.name for leaf in fields(hints[part.name])] for part in fields(config_class)}
+    return {part.name: [leaf.name for leaf in fields(hints[part.name]) if leaf.init] for part in fields(config_class)}
 
 
 def test_tiny_yaml_is_the_default_configuration_and_spells_out_every_field(capsys):
@@ -59,7 +62,8 @@ def test_switches_override_and_null_unsets():
     config = train_config(
         "--rollout.prompts", "4", "--optimizer.lr=1", "--data.system_prompt=", "--run.max_tokens", "150_000_000",
         "--model.gradient_checkpointing", "--model.name_or_path", "123", "--run.output_dir=2024",
-        "--data.limit=7", "--data.limit=null", "--reward.functions", "FormatReward", "--rollout.stop_strings=[a, b]",
+        "--data.limit=7", "--data.limit=null", "--reward.functions", "FormatReward", "--rollout.stop_strings=a",
+        "--rollout.stop_strings+=b",
     )  # fmt: skip
     default = resolve(TrainConfig())
     assert config == replace(
@@ -125,7 +129,7 @@ def test_the_later_of_file_and_switch_wins(tmp_path):
             CISPO(None, 2),
         ),
         (["--config=dapo", "--algorithm.surrogate=Clip"], Clip()),
-        (["--config=dapo", "--algorithm.surrogate={init_args: {epsilon: 0.1}}"], Clip(0.1, 0.28)),
+        (["--config=dapo", "--algorithm.surrogate.epsilon=0.1"], Clip(0.1, 0.28)),
         (["--config=dapo", "--algorithm=part.yaml"], GSPO()),  # no epsilon_high of dapo's
         (["--config=dapo", "--config=pipe"], GSPO(0.01)),
         (["--config=dapo", "--algorithm=pipe"], GSPO()),
@@ -150,7 +154,7 @@ def test_a_printed_file_leaves_open_what_depends_on_other_switches(yaml_file, ca
     assert printed.endswith("# null stands for: data.holdout 0.0, algorithm.correction none, optimizer.lr 3e-05\n")
     first = "--rollout.engine={class_path: my.First, init_args: {memory: 0.3}}"
     config = train_config(*yaml_file(printed), "--model.lora.rank=8", first, "--rollout.engine={class_path: my.Engine}")
-    assert (config.algorithm.correction, config.optimizer.lr) == ("token_truncate", 3e-4)
+    assert (config.algorithm.effective_correction, config.optimizer.lr) == ("token_truncate", 3e-4)
     assert config.rollout.engine == {"class_path": "my.Engine"}
 
 
@@ -176,13 +180,6 @@ def test_a_reward_and_a_term_begin_with_their_own_defaults(yaml_file, capsys):
     assert "--algorithm.surrogate.alpha stands before --algorithm.surrogate PSPO: name the" in capsys.readouterr().err
 
 
-def test_one_text_is_a_list_of_it():
-    for text in ("\n\n", "Question:", "12", "a, b"):
-        assert train_config("--rollout.stop_strings", text).rollout.stop_strings == [text]
-    assert train_config("--rollout.stop_strings=").rollout.stop_strings == []
-    assert train_config("--rollout.stop_strings", '"\\n"').rollout.stop_strings == ["\n"]
-
-
 @pytest.mark.parametrize("surrogate", METHODS, ids=lambda surrogate: type(surrogate).__name__)
 def test_every_method_over_a_file_of_another_and_back_from_its_resolved_text(surrogate, yaml_file, capsys, recwarn):
     name = f"--algorithm.surrogate={type(surrogate).__name__}"
@@ -206,11 +203,114 @@ def test_resolved_text_parses_back(yaml_file):
     assert config.eval.temperatures == [0.0, 0.6, 1.0]
 
 
-@pytest.mark.parametrize("text", ["1e3", "007", "1_000", "-1e-3", "2024", "true", "1.5e3", "[a]"])
-def test_text_that_looks_like_something_else_stays_text(text, yaml_file):
-    config, resolved = parse(TrainConfig, "pspo.train", [f"--run.output_dir={text}"])
-    assert config.run.output_dir == text
-    assert parse(TrainConfig, "pspo.train", yaml_file(to_yaml(resolved))) == (config, resolved)
+TEXTS = ["# Role: tutor", "#run", "~", "null", "true", "no", "1.10", "0123456", "1e3", "0x10", "1_000", "2024-01-01",
+         "[END]", "[END", "{x", "a: b", "- a", "-h", "*a", "&a", "!x", "%", "@x", "'", '"a"', "['a']", " a ", "\t",
+         "a\r\nb\n", "\u2028", "\u00e9\u7ec8", "=", "<<", "? a", "x #y", "Question:", "a, b", "<|im_end|>",
+         ".inf"]  # fmt: skip
+FIELDS = ["data.system_prompt", "run.output_dir", "model.revision", "data.chat_template", "data.hub.revision",
+          "data.hub.config", "data.hub.splits.train", "data.columns.prompt"]  # fmt: skip
+
+
+def value_of(config: object, switch: str) -> object:
+    for name in switch.split("."):
+        config = config[name] if isinstance(config, dict) else getattr(config, name)
+    return config
+
+
+@pytest.mark.parametrize("switch", [*FIELDS, "rollout.stop_strings", "rollout.stop_tokens"])
+def test_a_text_is_taken_as_it_was_typed_from_words_files_and_python(switch, yaml_file):
+    for text in TEXTS:
+        if switch in ("run.output_dir", "data.chat_template") and text == "~":
+            continue  # the home folder
+        section, *names = switch.split(".")
+        given = text
+        for name in reversed(names):
+            given = {name: given}
+        expected = [text] if "stop_" in switch else text
+        if expected == ["['a']"]:
+            expected = ["a"]  # a whole list of texts in quotes
+        ways = [
+            parse(TrainConfig, "pspo.train", [f"--{switch}", text]),
+            parse(TrainConfig, "pspo.train", [f"--{switch}={text}"]),
+            parse(TrainConfig, "pspo.train", yaml_file(json.dumps({section: given}))),
+            config_from_python(**{section: given}),
+        ]
+        for config, settings in ways:
+            assert value_of(config, switch) == expected or text == "['a']", (text, switch)
+            assert value_of(settings, switch) == value_of(config, switch)
+            assert train_config(*yaml_file(to_yaml(settings))) == config
+        assert value_of(ways[0][0], switch) == expected
+
+
+def test_files_give_texts_without_quotes_too_and_null_unsets(yaml_file):
+    text = (
+        "model: {revision: 1.10}\r\ndata:\r\n  hub: {revision: 0123456, config: 2024, splits: {train: 1}}\r\n"
+        "  columns: {prompt: 1, answer: yes}\r\n  system_prompt: |\r\n    # Role\r\n    [END]\r\n"
+        "rollout: {stop_strings: ['#', 1.0, '~'], stop_tokens: null, temperature: 5e-1}\r\nrun: {max_tokens: ~}\r\n"
+    )
+    config = train_config("--rollout.stop_tokens=x", "--run.max_tokens=9", *yaml_file(text))
+    assert config.model.revision == "1.10"
+    assert config.data.hub == {"revision": "0123456", "config": "2024", "splits": {"train": "1"}}
+    assert config.data.columns == {"prompt": "1", "answer": "yes"}
+    assert config.data.system_prompt == "# Role\n[END]\n"
+    assert (config.rollout.stop_strings, config.rollout.stop_tokens) == (["#", "1.0", "~"], None)
+    assert (config.rollout.temperature, config.run.max_tokens) == (0.5, None)
+    assert train_config(*yaml_file("data: {system_prompt: '~'}")).data.system_prompt == "~"
+    assert train_config("--data.system_prompt=a", *yaml_file("data: {system_prompt: ~}")).data.system_prompt is None
+    assert config_from_python(data={"system_prompt": None})[0].data.system_prompt is None
+    for wrong in ({"hub": {"config": 2024}}, {"system_prompt": 1.1}, {"columns": {"prompt": 1}}):
+        with pytest.raises(ValueError, match=r"--data\.\S+ must be a text, got [\d.]+: write it in quotes"):
+            config_from_python(data=wrong)
+
+
+@pytest.mark.parametrize(("words", "switch", "expected"), [
+    ('--rollout.stop_strings=["a", \'b\']', "rollout.stop_strings", ["a", "b"]),
+    ("--rollout.stop_strings=", "rollout.stop_strings", []),
+    ("--rollout.stop_strings=[]", "rollout.stop_strings", []),
+    ('--rollout.stop_strings=["\\n"]', "rollout.stop_strings", ["\n"]),
+    ("--rollout.stop_strings=a && --rollout.stop_strings+=[END]", "rollout.stop_strings", ["a", "[END]"]),
+    ("--rollout.stop_tokens+=<|im_end|>", "rollout.stop_tokens", ["<|im_end|>"]),
+    ('--rollout.stop_tokens=["[EOS]"]', "rollout.stop_tokens", ["[EOS]"]),
+    ("--reward.weights=0.5", "reward.weights", [0.5]),
+    ("--reward.functions=MathReward, FormatReward && --reward.weights=1, 5e-1", "reward.weights", [1.0, 0.5]),
+    ("--model.lora.target_modules=[qk]_proj", "model.lora.target_modules", "[qk]_proj"),
+    ('--model.lora.target_modules=["q_proj", "v_proj"]', "model.lora.target_modules", ["q_proj", "v_proj"]),
+    ("--data.chat_template={enable_thinking: false, date: 2024-01-01, n: 1e-3, v: '1.10'}", "data.chat_template",
+     {"enable_thinking": False, "date": "2024-01-01", "n": 1e-3, "v": "1.10"}),
+    ("--data.chat_template.tools=null", "data.chat_template", {"tools": None}),
+    ("--data.hub={revision: 1.10, splits: {train: train_sft}}", "data.hub",
+     {"revision": "1.10", "splits": {"train": "train_sft"}}),
+    ("--optimizer.options.betas=[0.9, 0.95]", "optimizer.options", {"betas": [0.9, 0.95]}),
+    ("--rollout.engine=my.Engine && --rollout.engine.memory=0.3", "rollout.engine",
+     {"class_path": "my.Engine", "init_args": {"memory": 0.3}}),
+    ("--run.max_tokens=150_000_000", "run.max_tokens", 150_000_000),
+    ("--run.quiet", "run.quiet", True),
+    ("--algorithm.advantages=math.fsum", "algorithm.advantages", math.fsum),
+])  # fmt: skip
+def test_other_types_read_a_word(words, switch, expected):
+    assert value_of(train_config(*words.split(" && ")), switch) == expected
+
+
+class Wordy(NoClip):
+    """It keeps none of its arguments, which have types that a word could be mistaken for."""
+
+    def __init__(
+        self, text: str, maybe: str | None, texts: list[str], pair: tuple[int, float], any=None, *, root: Path
+    ):
+        self.got = (text, maybe, texts, pair, any, root)
+
+
+def test_arguments_of_a_class_are_read_by_their_types(yaml_file, capsys):
+    words = {"text": "1.10", "maybe": "~", "texts": "[END]", "pair": "[1, 2]", "any": "1e-3", "root": "#x"}
+    args = [f"--algorithm.surrogate.{name}={word}" for name, word in words.items()]
+    config, settings = parse(TrainConfig, "pspo.train", ["--algorithm.surrogate=test_config.Wordy", *args])
+    assert config.algorithm.surrogate.got == ("1.10", "~", ["[END]"], (1, 2.0), 1e-3, Path("#x"))
+    again = train_config(*yaml_file(to_yaml(settings)))
+    assert again.algorithm.surrogate.got == config.algorithm.surrogate.got
+    for wrong in (args[:-1], [*args, "--algorithm.surrogate.txt=1"], [*args, "--algorithm.surrogate.pair=x"]):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            train_config("--algorithm.surrogate=test_config.Wordy", *wrong)
+        assert re.search(r"Wordy needs root|no argument txt; did you mean text|pair must be", capsys.readouterr().err)
 
 
 def test_the_configuration_of_a_pretrained_model_is_read():
@@ -304,7 +404,7 @@ FILES = {
 }
 MESSAGES = {
     "--rollout.group_sise 4": "unrecognized arguments: --rollout.group_sise=4; did you mean --rollout.group_size?",
-    "--config typo.yaml": "Group 'rollout' does not accept option 'group_sise'",
+    "--config typo.yaml": "unrecognized arguments: --rollout.group_sise; did you mean --rollout.group_size?",
     "--config syntax.yaml": "syntax.yaml is damaged: .* line 2, column 4",
     "--config twice.yaml": "twice.yaml is damaged: run stands twice, the second time in line 2",
     "--config missing.yaml": "--config missing.yaml: there is no such file, nor such a method; methods: dapo, .*grpo",
@@ -313,9 +413,9 @@ MESSAGES = {
     "--algorithm.surrogate GRPO": ".*; did you mean --config grpo[?]",
     "--reward.functions MathRewrad": ".*; did you mean MathReward[?]",
     "--device cuda": ".*--device=cuda; here CUDA_VISIBLE_DEVICES",
-    "--rollout.prompts many": ".*rollout.prompts.* Expected a <class 'int'>. Got value: many",
+    "--rollout.prompts many": "--rollout.prompts must be a whole number, got many",
     '--algorithm.terms [{"class_path":"KLPenalty","init_args":{"beta":1}}]': "--algorithm.terms must not have a KL ",
-    "--algorithm.terms OffPolicyMask": ".*algorithm.terms.* the following arguments are required: threshold",
+    "--algorithm.terms OffPolicyMask": "--algorithm.terms: OffPolicyMask needs threshold",
     "--algorithm.nucleus replay --rollout.decoder hf": "--algorithm.nucleus",
     "--algorithm.correction token_mask --rollout.engine my.Engine --rollout.lag 1": "--algorithm.correction",
     "--optimizer.name adamw8bit --distributed.strategy fsdp2": "--optimizer.name",

@@ -26,9 +26,9 @@ from examples.expressions import solves
 from pspo import train
 from pspo.cli.files import read_config, read_json, read_jsonl
 from pspo.cli.python import config_from_python
-from pspo.config import DataConfig, RunConfig, TrainConfig
+from pspo.config import AlgorithmConfig, DataConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.errors import RunFailed
-from pspo.losses import GSPO, PSPO, Clip, Surrogate
+from pspo.losses import GSPO, PSPO, Clip, SamplerCorrection, Surrogate
 from pspo.model import ASSETS, default_max_rows
 from pspo.rollout import Sampling
 from pspo.tasks import FormatReward, Problem, load_problems
@@ -286,6 +286,19 @@ def test_a_call_leaves_the_process_as_it_was(here, monkeypatch, request):
     assert process_state() == before
     assert not [name for name in before if within[0][name] == before[name]]
     assert within[0]["threads"] == 1
+
+
+def test_a_section_may_be_replaced_after_the_configuration_is_made():
+    engine = RolloutConfig(engine="my.Engine")
+    for config in (TrainConfig(), config_from_python()[0]):
+        drawn = replace(config, rollout=engine)
+        assert [type(term) for term in drawn.algorithm.loss_terms] == [SamplerCorrection]
+        assert replace(drawn, rollout=config.rollout).algorithm.loss_terms == []
+        assert replace(drawn, algorithm=AlgorithmConfig(correction="none")).algorithm.loss_terms == []
+        later = replace(drawn, algorithm=replace(drawn.algorithm, beta=0.1))
+        assert later.algorithm.effective_correction == "token_truncate"
+        assert config.algorithm.effective_correction == "none"
+    assert config_from_python(rollout={"engine": "my.Engine"})[1]["algorithm"]["correction"] == "token_truncate"
 
 
 def test_sampling_has_the_commands_defaults(tiny_model):

@@ -78,7 +78,7 @@ def test_the_sweep_of_the_main_table_has_its_rows_and_settings(monkeypatch, proc
     """All of `results/paper.csv`, and what the files of configs/paper say but for memory, disk and revisions."""
     monkeypatch.chdir(PAPER.parents[1])
     args = ["--config=configs/sweep/main-table.yaml", f"--processes={processes}"]
-    args += ["--only=[qwen2.5-7b]"] * (processes == 4)
+    args += ["--only=qwen2.5-7b"] * (processes == 4)
     paper = pd.read_csv(PAPER.parents[1] / "results/paper.csv", keep_default_na=False)
     paper = paper[(paper["table"] == {1: "main", 4: "7B"}[processes]) & (paper["method"] != "untrained")]
     found, untrained = set(), 0

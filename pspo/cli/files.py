@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import math
 import os
 import platform
 import re
@@ -10,7 +11,7 @@ import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import yaml
 
@@ -87,29 +88,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return _parse(path, path.read_bytes(), json.loads)
 
 
-def read_config(path: Path, load: Callable[[str], Any] = yaml.safe_load) -> Settings:
+def read_config(path: Path) -> Settings:
     """The nested configuration in a YAML file; ValueError for a key that stands twice."""
-
-    def load_checked(content: bytes) -> Any:
-        check_yaml(content)
-        return load(content.decode("utf-8-sig"))
-
-    return _parse(path, path.read_bytes(), load_checked)
+    return untyped(read_yaml(path))
 
 
-def check_yaml(content: str | bytes) -> None:
-    """Raise YAMLError for a key that stands twice."""
-    yaml.load(content, _UniqueKeys)
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = []
-        for key, _ in node.value:
-            if key.value in names:
-                raise yaml.YAMLError(f"{key.value} stands twice, the second time in line {key.start_mark.line + 1}")
-            names.append(key.value)
-        return super().construct_mapping(node, deep)
+def read_yaml(path: Path) -> Settings:
+    """A YAML file as `load_yaml` has it."""
+    return _parse(path, path.read_bytes(), lambda content: load_yaml(content.decode("utf-8-sig")))
 
 
 @contextlib.contextmanager
@@ -165,13 +151,71 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     write_text(path, json.dumps(plain(record), indent=2, ensure_ascii=False) + "\n")
 
 
+class Unquoted(str):
+    """Text without quotes in YAML: a type says what it means, or without one `scalar`."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Read all that stands without quotes as `Unquoted`; refuse a key that stands twice."""
+
+    yaml_implicit_resolvers: ClassVar = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # merges of mappings
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        names = []
+        for key, _ in node.value:
+            if key.value in names:
+                raise yaml.YAMLError(f"{key.value} stands twice, the second time in line {key.start_mark.line + 1}")
+            names.append(key.value)
+        return {str(name): value for name, value in super().construct_mapping(node, deep).items()}
+
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        return Unquoted(node.value) if node.style is None else node.value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
+
+
+def load_yaml(text: str) -> Any:
+    """Lists and mappings of texts, which are `Unquoted` where they have no quotes; raises YAMLError."""
+    return yaml.load(text, _Loader)
+
+
+CONSTANTS = {"": None, "~": None, "null": None, "true": True, "false": False, ".nan": math.nan, ".inf": math.inf,
+             "-.inf": -math.inf}  # fmt: skip
+
+
+def scalar(text: str) -> Any:
+    """Text without quotes by YAML's rules: null, a truth value, a number such as 1e-6, or else the text."""
+    if text.lower() in CONSTANTS:
+        return CONSTANTS[text.lower()]
+    if re.match(r"[-+.]*[0-9]", text):
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(text)
+    return text
+
+
+def untyped(value: Any) -> Any:
+    """A value of `load_yaml` where no type says what its texts mean."""
+    if isinstance(value, dict):
+        return {name: untyped(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [untyped(part) for part in value]
+    if not isinstance(value, Unquoted):
+        return value
+    plain = scalar(value)
+    return str(plain) if plain is value else plain
+
+
 class _Dumper(yaml.SafeDumper):
-    """Quote text that jsonargparse would read as a number, such as 1e3."""
+    """Write text that `scalar` would read as something else in quotes."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        style = None if scalar(text) is text else "'"
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[\d_.]+[eE][-+]?\d+$"), list("-+.0123456789")
-)
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def to_yaml(config: Settings) -> str:
@@ -180,7 +224,7 @@ def to_yaml(config: Settings) -> str:
 
 def environment(device: str, processes: int) -> dict[str, Any]:
     """Versions, commit and device behind a run's numbers."""
-    packages = ("torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy", "jsonargparse")
+    packages = ("torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
     return {
         "packages": {"pspo": __version__} | {name: metadata.version(name) for name in packages},
         "python": platform.python_version(),

@@ -1,23 +1,20 @@
 """Configurations from Python: the arguments of `pspo.train` as the settings that a YAML file would have."""
 
 import contextlib
-import inspect
-import sys
 import time
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from itertools import count
 from pathlib import Path
-from typing import Any, get_origin
-
-import numpy as np
+from typing import Any
 
 from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.files import Settings
 from pspo.cli.parse import make_config
-from pspo.config import TrainConfig, find_switches, switches_with
+from pspo.cli.values import plain_setting
+from pspo.config import TrainConfig, switches_with
 from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
 from pspo.tasks.files import table_records
@@ -94,55 +91,14 @@ def default_output(config: TrainConfig) -> str:
 
 
 def section_settings(name: str, section: Any) -> Settings:
-    """The settings of one section, of which the main one may stand alone, and a list may be its only item."""
-    switches = find_switches(TrainConfig)
+    """The settings of one section, of which the main one may stand alone."""
     (main,) = [switch.rpartition(".")[2] for switch in switches_with("main") if switch.startswith(f"{name}.")] or [None]
     if main and not isinstance(section, Mapping):
         section = {main: section}
     if not isinstance(section, Mapping):
         raise ValueError(f"{name} must be a dict of fields, got {section!r}")
     settings = dict(section)
-    for field, value in settings.items():
-        part = switches.get(f"{name}.{field}")
-        if part and get_origin(part.type) is list and not isinstance(value, list | tuple):
-            settings[field] = [value]
     return settings
-
-
-def plain_setting(value: Any) -> Any:
-    """A setting as YAML writes it: objects become import paths and arguments."""
-    if isinstance(value, np.generic | np.ndarray):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(name): plain_setting(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_setting(part) for part in value]
-    if callable(value):  # a function, a class, a surrogate or a reward
-        return import_spec(value)
-    return str(value) if isinstance(value, Path) else value
-
-
-def import_spec(value: Any) -> str | dict[str, Any]:
-    """The import path of a function or class, or of an object's class, with its arguments, which it must keep by name.
-
-    Raises ValueError for what config.yaml could not make again.
-    """
-    is_object = not hasattr(value, "__qualname__")
-    kind = type(value) if is_object else value
-    if "<" in kind.__qualname__:  # a lambda or inside a function
-        raise ValueError(f"{value!r} has no name that config.yaml could hold: define it at the top of a module")
-    module = kind.__module__
-    package = module.rpartition(".")[0]
-    if getattr(sys.modules.get(package), kind.__qualname__, None) is kind:
-        module = package  # as the commands write it: pspo.losses.Clip
-    path = f"{module}.{kind.__qualname__}"
-    arguments = {}
-    for name, parameter in inspect.signature(kind).parameters.items() if is_object else ():
-        if hasattr(value, name):
-            arguments[name] = plain_setting(getattr(value, name))
-        elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f"{kind.__name__} does not keep its argument {name}: make it a dataclass")
-    return {"class_path": path, "init_args": arguments} if arguments else path
 
 
 def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def make_sampling(
     """
     algorithm = algorithm or AlgorithmConfig()
     nucleus = algorithm.nucleus == "replay"
-    logprobs = logprobs or algorithm.correction not in (None, "none")
+    logprobs = logprobs or algorithm.effective_correction != "none"
     records_logprobs = logprobs and config.engine is None  # an engine brings its own
     decoder = find_decoder(model, config.decoder, records_logprobs, nucleus)
     if config.stop_tokens is None:

@@ -44,7 +44,7 @@ Result = tuple[list[float | None], Columns]
 
 
 class Reward(ABC):
-    """Base class of all rewards; not a dataclass, so that jsonargparse accepts any subclass by its import path.
+    """Base class of all rewards; not a dataclass: subclasses choose.
 
     ``compares_answers`` is True for one that compares a completion's answer with the gold one, as accuracy does.
     """

@@ -33,7 +33,7 @@ class Minibatch:
 
 def make_batch(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig) -> Batch:
     """All rows of a rollout as the loss sees them; raises ValueError if it lacks what the algorithm needs."""
-    if algorithm.correction != "none" and rollout.sampler_logprobs is None:
+    if algorithm.effective_correction != "none" and rollout.sampler_logprobs is None:
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
     if algorithm.nucleus == "replay" and rollout.nucleus is None:
         raise ValueError("--algorithm.nucleus replay needs nuclei: make_sampling(..., algorithm=config.algorithm)")

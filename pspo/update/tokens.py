@@ -75,9 +75,9 @@ def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: Algorithm
         everywhere = torch.ones_like(is_active)
         kl = kl_estimate(logprobs, tokens["reference_logprob"], everywhere, algorithm.kl_estimator, old_logprobs)
         metrics["kl_reference"] = kl.sum().item() / max(counts.tokens, 1)
-    if algorithm.correction != "none":
+    if algorithm.effective_correction != "none":
         sampler_logprobs = tokens["sampler_logprob"]
-        bounds = (algorithm.correction, algorithm.correction_cap, algorithm.correction_floor)
+        bounds = (algorithm.effective_correction, algorithm.correction_cap, algorithm.correction_floor)
         metrics |= diagnose_correction(old_logprobs, sampler_logprobs, tokens["row"], is_active, *bounds)
     return metrics
 
