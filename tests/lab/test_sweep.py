@@ -258,16 +258,17 @@ def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, 
 
 
 @pytest.mark.parametrize(("name", "only", "runs"), [
-    ("first", "null", 12), ("paper", "[alpha]", 12), ("control", "[tokens]", 30), ("one-day", "null", 15),
-    ("decoupled-smollm2", "null", 10), ("smollm2", "null", 82),
-    pytest.param("tiny-control", "[steps]", 80, marks=pytest.mark.nightly),
-    pytest.param("decoupled", "[on-time]", 34, marks=pytest.mark.nightly),
-    pytest.param("decoupled", "null", 160, marks=pytest.mark.nightly),
-    pytest.param("off-policy", "null", 2340, marks=pytest.mark.nightly),
-    pytest.param("paper", "null", 644, marks=pytest.mark.nightly),
-    pytest.param("tiny", "null", 309, marks=pytest.mark.nightly),
+    ("first", "", 12), ("paper", "alpha", 12), ("control", "tokens", 30), ("one-day", "", 15),
+    ("decoupled-smollm2", "", 10), ("smollm2", "", 82),
+    pytest.param("tiny-control", "steps", 80, marks=pytest.mark.nightly),
+    pytest.param("decoupled", "on-time", 34, marks=pytest.mark.nightly),
+    pytest.param("decoupled", "", 160, marks=pytest.mark.nightly),
+    pytest.param("off-policy", "", 2340, marks=pytest.mark.nightly),
+    pytest.param("paper", "", 644, marks=pytest.mark.nightly),
+    pytest.param("tiny", "", 309, marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_the_sweep_files_of_the_repository(capsys, monkeypatch, name, only, runs):
     monkeypatch.chdir(REPOSITORY)
-    main(["--config", f"configs/sweep/{name}.yaml", "--only", only, "--output=none", "--dry_run"])
+    switches = ["--only", only] if only else []
+    main(["--config", f"configs/sweep/{name}.yaml", *switches, "--output=none", "--dry_run"])
     assert re.search(rf"runs +{runs}\n", capsys.readouterr().out)
