@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import pspo.losses
-from pspo.cli.parse import class_names
+from pspo.cli.values import class_names
 from pspo.losses import Surrogate, token_weights
 from pspo_lab.runs import Runs
 from pspo_lab.settings import ARGUMENT, SURROGATE, setting_numbers

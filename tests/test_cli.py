@@ -109,8 +109,9 @@ def test_metrics_samples_and_summary(run):
     assert [line["step"] for line in metrics] == [2, 4]  # two epochs per rollout
     assert 0 < metrics[0]["tokens"] < metrics[1]["tokens"]
     expected = {"reward", "reward_std", "reward/MathReward", "trained_share", "zero_advantage_share",
-                "completion_tokens", "truncated_share", "format_share", "loss", "grad_norm", "lr", "step_skipped", "ratio_mean", "ratio_min",
-                "ratio_max", "ess", "zero_weight_share", "clamped_share", "validation_reward", "validation_accuracy",
+                "completion_tokens", "truncated_share", "format_share", "loss", "grad_norm", "lr", "step_skipped",
+                "ratio_mean", "ratio_min", "ratio_max", "ess", "zero_weight_share", "clamped_share",
+                "validation_reward", "validation_accuracy",
                 "seconds/generate", "seconds/reward", "seconds/train", "seconds/validate"}  # fmt: skip
     for line in metrics:
         assert expected <= set(line)

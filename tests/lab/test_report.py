@@ -407,7 +407,8 @@ def test_what_others_wrote_is_shown_and_does_nothing(make_run, make_evaluation, 
     assert "<" not in page
     assert "](" not in page.replace(r"\](", "")
     assert {line.split()[0] for line in page.splitlines() if line} <= {
-        "#", "##", "###", "*", "|", "Result:", "Result", "All", "A", "Not", "On", *(note.split()[0] for note in NOTES.values()),
+        "#", "##", "###", "*", "|", "Result:", "Result", "All", "A", "Not", "On",
+        *(note.split()[0] for note in NOTES.values()),
     }  # fmt: skip
     for picture in pictures:
         kinds = {element.tag.rpartition("}")[2] for element in ElementTree.fromstring(picture).iter()}
