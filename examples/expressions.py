@@ -53,5 +53,14 @@ def write_problems(folder: str, path: str | None = None) -> None:
         print(f"{len(chosen)} {split} problems")
 
 
+def write_svamp(file: str, path: str | None = None) -> None:
+    """Write the problems of SVAMP that results/smollm2/reliability.md chose."""
+    ids = Path("results/smollm2/svamp-ids.txt").read_text(encoding="utf-8").split()
+    problems = {problem.fields["ID"]: problem for problem in load_problems("svamp", "test", path)}
+    rows = [{"prompt": problems[name].prompt, "answer": str(problems[name].answer)} for name in ids]
+    Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    write_problems(*sys.argv[1:])
+    write = write_svamp if sys.argv[1].endswith(".jsonl") else write_problems
+    write(*sys.argv[1:])
