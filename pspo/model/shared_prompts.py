@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,10 @@ def hidden_states_of_shared_prompts(
     is_first = torch.ones_like(ids[:, 0], dtype=torch.bool)  # of the rows with its prompt
     is_first[1:] = (prompt_ids[1:] != prompt_ids[:-1]).any(dim=1) | (prompt_mask[1:] != prompt_mask[:-1]).any(dim=1)
     prompts = is_first.nonzero().squeeze(1)  # (n,), the first row of each prompt
-    cache, mask, L = share_prefix(model, prompt_ids[prompts], prompt_mask[prompts], mask, positions)
+    shared = share_prefix(model, prompt_ids[prompts], prompt_mask[prompts], mask, positions)
+    cache = shared.cache
+    mask = shared.mask
+    L = shared.length
     if L == 0 and len(prompts) == len(ids):
         return None
 
@@ -124,32 +127,45 @@ class PassCache(DynamicCache):
         return layer.update(keys, values, *args, **kwargs)
 
 
+class SharedPrefix(NamedTuple):
+    """The L tokens with which all prompts begin, computed once; L may be 0.
+
+    Attributes:
+        cache: for a pass of what follows these tokens, columns L and later.
+        mask: for that pass. The prefix takes columns 0 to L - 1 of every row, whatever padding was there; its own copy
+            in a row's later columns is masked.
+        length: L.
+    """
+
+    cache: PassCache
+    mask: Tensor
+    length: int
+
+
 def share_prefix(
     model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, mask: Tensor, positions: Tensor
-) -> tuple[PassCache, Tensor, int]:
-    """On a CPU, compute the L tokens with which all left-padded prompts (n, P) begin once; L may be 0.
+) -> SharedPrefix:
+    """Compute the common beginning of left-padded prompts (n, P) once, on a CPU.
 
-    Returns the cache for a pass of what follows these tokens, the mask for it, and L. A GPU gains nothing: another pass
-    costs more, by its kernel launches, than the common beginning in every row.
+    A GPU gains nothing: another pass costs more, by its kernel launches, than the common beginning in every row.
 
     Args:
         mask, positions: (b, P + ...), of the rows that continue the prompts.
     """
     cache = PassCache(model)
     if len(prompt_ids) == 1 or model.device.type == "cuda" or not attends_fully(model) or dist.is_sharded(model):
-        return cache, mask, 0
+        return SharedPrefix(cache, mask, 0)
     prefix = _common_prefix(prompt_ids, prompt_mask)
     L = len(prefix)
     if L == 0:
-        return cache, mask, 0
+        return SharedPrefix(cache, mask, 0)
     columns = torch.arange(L)[None]
     body_states(model, prefix[None], torch.ones_like(columns), columns, cache)
     width = prompt_ids.shape[1]
     mask = mask.clone()
-    # The prefix takes columns 0 to L - 1 of every row, whatever padding was there; its own copy in them is masked.
     mask[:, L:width] *= positions[:, L:width] >= L
     mask[:, :L] = 1
-    return PassCache(model, cache, torch.zeros(len(prompt_ids), dtype=torch.long)), mask, L
+    return SharedPrefix(PassCache(model, cache, torch.zeros(len(prompt_ids), dtype=torch.long)), mask, L)
 
 
 def _common_prefix(prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:

@@ -93,12 +93,13 @@ class Prefill(NamedTuple):
 def prefill(model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor) -> Prefill:
     """Pass prompts (N, P) through the model once, on a CPU their common beginning once for all."""
     positions = (prompt_mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    pass_cache, mask, L = share_prefix(model, prompt_ids, prompt_mask, prompt_mask.long(), positions)
-    ids, visible, positions = to_model(model, prompt_ids[:, L:], mask, positions[:, L:])
-    logits = next_logits(model, pass_cache, ids, visible, positions)
+    prefix = share_prefix(model, prompt_ids, prompt_mask, prompt_mask.long(), positions)
+    L = prefix.length
+    ids, visible, positions = to_model(model, prompt_ids[:, L:], prefix.mask, positions[:, L:])
+    logits = next_logits(model, prefix.cache, ids, visible, positions)
     cache = DynamicCache(config=model.config)
-    cache.layers = pass_cache.filled
-    return Prefill(logits, positions[:, -1:], mask, cache)
+    cache.layers = prefix.cache.filled
+    return Prefill(logits, positions[:, -1:], prefix.mask, cache)
 
 
 def begin(

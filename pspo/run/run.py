@@ -3,11 +3,10 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.cli.files import Settings, write_json, write_text
@@ -17,8 +16,8 @@ from pspo.errors import Stopped
 from pspo.model import load_tokenizer
 from pspo.model.device import choose_threads, peak_memory_gb
 from pspo.model.find import token_ids
-from pspo.rollout import Experience, How, PolicySampler, PromptStream, make_sampling
-from pspo.rollout.engine import find_engine, start_engine
+from pspo.rollout import Experience, How, PolicySampler, Prompts, PromptStream, make_sampling
+from pspo.rollout.engine import Engine, find_engine, start_engine
 from pspo.rollout.experience import Delay
 from pspo.rollout.generators import Generators, random_numbers
 from pspo.rollout.prompts import load_splits
@@ -27,6 +26,7 @@ from pspo.run.card import model_card
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.endings import fail_together
 from pspo.run.folders import write_errors
+from pspo.run.process import compute_in_order, leave_cores_to_engine
 from pspo.run.recorder import Recorder
 from pspo.run.validator import Validator
 from pspo.signals import StopSignals
@@ -35,13 +35,41 @@ from pspo.tasks.failures import undo_changes
 from pspo.update.learner import make_learner
 
 
+class Inputs(NamedTuple):
+    """What a run is made of besides its model; None for no engine or environment."""
+
+    engine: Engine | None
+    make_environment: Callable[[], Any] | None
+    tokenizer: PreTrainedTokenizerBase
+    prompts: dict[str, Prompts]
+
+
+def load_inputs(config: TrainConfig) -> Inputs:
+    """Load what needs no weights; raises ValueError for what does not fit the configuration."""
+    engine = None if config.rollout.engine is None else find_engine(config.rollout.engine)
+    make_environment = load_class(config.rollout.environment, "rollout.environment")
+    tokenizer = load_tokenizer(config.model, config.data)
+    token_ids(tokenizer, config.rollout.stop_tokens or ())
+    prompts = load_splits(config, tokenizer, make_environment)
+    if make_environment is not None:
+        check_calls(tokenizer, make_environment)
+    return Inputs(engine, make_environment, tokenizer, prompts)
+
+
+def make_how(config: TrainConfig, inputs: Inputs, policy: PreTrainedModel, generators: Generators) -> How:
+    """How rollouts are drawn; raises ValueError for a model that decodes otherwise than it computes."""
+    tokenizer = inputs.tokenizer
+    sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
+    check_decoding(policy, tokenizer, sampling, inputs.prompts["train"], config.model.autocast)
+    return How(sampling, policy if inputs.engine is None else None, generators)
+
+
 class Run:
     """The parts of a run.
 
     Attributes:
         settings: the configuration as ``config.yaml`` has it.
         how: how the sampler draws rollouts.
-        gathered_weights: a context around each draw, in which a sharded policy that draws has all its weights.
         delay: None without --rollout.lag.
         resources: closed with the run: the folder's lock, the engine.
         on_rollout: called with each rollout and the metrics of its optimizer steps.
@@ -51,14 +79,7 @@ class Run:
 
     def __init__(self, config: TrainConfig, settings: Settings, output: Path, resources: contextlib.ExitStack) -> None:
         """Load data and model, and make the parts; what can be refused without the model is refused before it."""
-        engine = None if config.rollout.engine is None else find_engine(config.rollout.engine)
-        make_environment = load_class(config.rollout.environment, "rollout.environment")
-        tokenizer = load_tokenizer(config.model, config.data)
-        token_ids(tokenizer, config.rollout.stop_tokens or ())
-        prompts = load_splits(config, tokenizer, make_environment)
-        if make_environment is not None:
-            check_calls(tokenizer, make_environment)
-
+        inputs = load_inputs(config)
         device = dist.local_device()
         self.config = config
         self.settings = settings
@@ -66,36 +87,37 @@ class Run:
         self.resources = resources
         self.signals = StopSignals()
         self.generators = Generators(device, config.run.seed)
-        if device.type == "cpu":  # otherwise several threads add up gradients in any order
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+        compute_in_order(device)
         with random_numbers(self.generators):
             self.learner = make_learner(config, device)
-        policy = self.learner.policy
-        choose_threads(policy)
-        sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
-        check_decoding(policy, tokenizer, sampling, prompts["train"], config.model.autocast)
-        self.how = How(sampling, policy if engine is None else None, self.generators)
-        self.gathered_weights = contextlib.nullcontext
-        if dist.is_sharded(self.how.model):
-            self.gathered_weights = partial(dist.unsharded, policy)
-        self.sampler = PolicySampler(tokenizer, config.model.autocast, self.signals)
-        engine_sampler = None
-        if engine is not None:
-            resources.callback(engine.close)
-            if device.type == "cpu" and config.draws_ahead:  # during the update: more threads than cores stall
-                torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-            engine_sampler = start_engine(engine, config, self.learner, self.sampler, prompts, self.how)
-            self.sampler = engine_sampler
-        if make_environment is not None:
-            self.sampler = EnvironmentSampler(self.sampler, make_environment, tokenizer, policy.config)
-        self.stream = PromptStream(prompts["train"], config)
+        choose_threads(self.learner.policy)
+        self.how = make_how(config, inputs, self.learner.policy, self.generators)
+        self.stream = PromptStream(inputs.prompts["train"], config)
         self.delay = None
+        self.make_sampler(inputs)
+        self.recorder = Recorder(config, self.learner, inputs.tokenizer, inputs.prompts["train"], output)
+        self.validator = Validator(config, self.sampler, self.how, self.recorder, inputs.prompts)
+        self.checkpointer = Checkpointer(config, self.parts(), output)
+
+    def make_sampler(self, inputs: Inputs) -> None:
+        """Make what draws (the policy, an engine, an environment around either), and the delay of --rollout.lag."""
+        config = self.config
+        policy = self.learner.policy
+        engine = None
+        by_model = PolicySampler(inputs.tokenizer, config.model.autocast, self.signals)
+        if inputs.engine is not None:
+            self.resources.callback(inputs.engine.close)
+            if config.draws_ahead:
+                leave_cores_to_engine(policy.device)
+            engine = start_engine(inputs.engine, config, self.learner, by_model, inputs.prompts, self.how)
+        self.sampler = engine or by_model
+        if inputs.make_environment is not None:
+            self.sampler = EnvironmentSampler(self.sampler, inputs.make_environment, inputs.tokenizer, policy.config)
         if config.rollout.lag > 0:
-            prefetching = engine_sampler if config.draws_ahead else None
-            self.delay = Delay(config.rollout, self.stream, self.how, prefetching)
-        self.recorder = Recorder(config, self.learner, tokenizer, prompts["train"], output)
-        self.validator = Validator(config, self.sampler, self.how, self.recorder, prompts)
+            self.delay = Delay(config.rollout, self.stream, self.how, engine if config.draws_ahead else None)
+
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint holds the states of, by name."""
         parts = {
             "stream": self.stream,
             "learner": self.learner,
@@ -103,10 +125,13 @@ class Run:
             "recorder": self.recorder,
             "delay": self.delay,  # before the generators: its state waits for what is drawn ahead
             "generators": self.generators,
-            "algorithm.surrogate": config.algorithm.surrogate,
+            "algorithm.surrogate": self.config.algorithm.surrogate,
         }
-        parts |= {f"algorithm.terms.{i}": term for i, term in enumerate(config.algorithm.loss_terms)}
-        self.checkpointer = Checkpointer(config, parts, output)
+        return parts | {f"algorithm.terms.{i}": term for i, term in enumerate(self.config.algorithm.loss_terms)}
+
+    def gathered_weights(self) -> contextlib.AbstractContextManager[None]:
+        """A context around each draw, in which a sharded policy that draws has all its weights."""
+        return dist.unsharded(self.how.model)
 
     def start(self) -> None:
         """Start tracker and progress bar; test and validate the model, unless that is done."""
