@@ -453,6 +453,8 @@ def test_calls_that_a_template_writes_are_read_back(tokenizer, family):
         text = write_calls(tokenizer, calls)
         assert parse_calls(tokenizer, text, Searches.tools) == calls
         assert parse_calls(tokenizer, f"<think>{text}</think>none", Searches.tools) == []
+        if family in ("qwen3 coder", "glm 4.5"):  # line breaks between tags are a matter of taste
+            assert parse_calls(tokenizer, text.replace("\n", ""), Searches.tools) == calls
         for cut in range(len(text)):  # whatever is cut off, no call is made up
             assert parse_calls(tokenizer, text[:cut], Searches.tools) in (calls, calls[:1], [])
     form = call_form(tokenizer, tokenizer.chat_template)
@@ -470,6 +472,24 @@ def test_calls_that_a_template_writes_are_read_back(tokenizer, family):
             parse_calls(tokenizer, (unit * n) + "9" * 5_000, Searches.tools)
             parse_calls(tokenizer, form.opening + "search(a=" + unit * n, Searches.tools)
     assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("query='grep -F \"]\" log', limit=-5", {"query": 'grep -F "]" log', "limit": -5}),
+        ("query='a\nb', words=[[1], {'k': None}]", {"query": "a\nb", "words": [[1], {"k": None}]}),
+        ("exact=true, from=1.5", {"exact": True, "from": 1.5}), ("query=f(1)", None), ("1, 2", None), ("", {}),
+        ("query=__import__('os')", None), ("query='a", None),
+    ],
+)  # fmt: skip
+def test_arguments_of_pythonic_calls_are_literals(tokenizer, written, arguments):
+    """Reported for other parsers: brackets and line breaks in texts, negative numbers, words of Python's as names."""
+    tokenizer = copy.deepcopy(tokenizer)
+    begin, each, end = FORMS["llama 4"]
+    tokenizer.chat_template = TURNS.replace("OPEN", begin).replace("EACH", each).replace("CLOSE", end)
+    calls = [] if arguments is None else [("search", arguments)]
+    assert parse_calls(tokenizer, f"Well: <|python_start|>[search({written})]") == calls
 
 
 @pytest.mark.parametrize(

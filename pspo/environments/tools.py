@@ -123,9 +123,14 @@ def read_objects(tokenizer: PreTrainedTokenizerBase, text: str, form: CallForm) 
             start = (text.find(form.opening, end) if form.opening else -1) + len(form.opening)
 
 
+def blank_tolerant(text: str) -> str:
+    """Pattern of a text, with any white space where it has some."""
+    return r"\s*+".join(map(re.escape, text.split()))
+
+
 def read_named(text: str, form: CallForm) -> Iterator[Call]:
     """Yield calls whose tool's name stands before the JSON of their arguments."""
-    head = re.compile(rf"{re.escape(form.opening)}\s*+{TOOL}{form.middle}")
+    head = re.compile(rf"{blank_tolerant(form.opening)}\s*+{TOOL}{form.middle}")
     match = head.search(text)
     for _ in range(MAX_CALLS):
         if match is None:
@@ -138,7 +143,7 @@ def read_named(text: str, form: CallForm) -> Iterator[Call]:
 
 def read_tagged(text: str, form: CallForm, types: dict[str, dict[str, set[str]]]) -> Iterator[Call]:
     """Yield calls whose arguments stand between tags, as texts: the tools' schemas say which are none."""
-    head = re.compile(rf"{re.escape(form.opening)}\s*+{TOOL}{form.middle}")
+    head = re.compile(rf"{blank_tolerant(form.opening)}\s*+{TOOL}{form.middle}")
     key = re.compile(rf"\s*+{re.escape(form.key.strip())}(?P<key>[\w.-]{{1,200}}+){re.escape(form.value.strip())}")
     match = head.search(text)
     for _ in range(MAX_CALLS):
