@@ -144,7 +144,7 @@ def read_named(text: str, form: CallForm) -> Iterator[Call]:
 def read_tagged(text: str, form: CallForm, types: dict[str, dict[str, set[str]]]) -> Iterator[Call]:
     """Yield calls whose arguments stand between tags, as texts: the tools' schemas say which are none."""
     head = re.compile(rf"{blank_tolerant(form.opening)}\s*+{TOOL}{form.middle}")
-    key = re.compile(rf"\s*+{re.escape(form.key.strip())}(?P<key>[\w.-]{{1,200}}+){re.escape(form.value.strip())}")
+    key = re.compile(rf"\s*+{blank_tolerant(form.key)}(?P<key>[\w.-]{{1,200}}+){blank_tolerant(form.value)}")
     match = head.search(text)
     for _ in range(MAX_CALLS):
         if match is None:
