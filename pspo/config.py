@@ -204,7 +204,6 @@ class RewardConfig(Section, name="reward"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.functions, "reward.functions", "must name at least one reward", self.functions)
         if self.workers > 0 or self.timeout > 0:
             for function in self.functions:
                 check_importable(function)
@@ -265,8 +264,10 @@ class AlgorithmConfig(Section, name="algorithm"):
         shuffle: draw the minibatches anew in each pass after the first
         aggregation: mean of the loss over tokens (dapo), sequences (grpo), the token limit (dr_grpo), or a function
         advantages: reward - mean of its group (none), over a deviation (group, batch), rloo, maxrl, gdpo, or a function
-        beta: weight of the KL penalty to the initial model; 0 loads no reference model
+        beta: weight of the KL penalty to the reference model; without rewards above 0, on-policy distillation
         kl_estimator: k1, k2 (gradient of KL(policy || reference)), k3 (of the reverse KL), unbiased_k3 (k3 times ratio)
+        reference: a model of the same vocabulary, named as model.name_or_path; unset, with beta, the initial model
+        reference_every: rollouts after which the policy becomes the reference, again and again; 0 for never
         entropy_coef: weight of the entropy bonus
         mask_truncated: exclude completions that hit the token limit from the loss
         nucleus: log-probs over all tokens (ignore), or renormalised over the nucleus that each was drawn from (replay)
@@ -285,6 +286,8 @@ class AlgorithmConfig(Section, name="algorithm"):
     advantages: Advantages | Callable = switch("none", "basic")
     beta: float = switch(0.0, "basic", at_least=0)
     kl_estimator: losses.KLEstimator = "k3"
+    reference: str | None = switch(None, "path")
+    reference_every: int = switch(0, at_least=0)
     entropy_coef: float = switch(0.0, at_least=0)
     mask_truncated: bool = False
     nucleus: Literal["ignore", "replay"] = "ignore"
@@ -299,6 +302,9 @@ class AlgorithmConfig(Section, name="algorithm"):
         super().__post_init__()
         rule = f"must be at most algorithm.correction_cap ({self.correction_cap})"
         require(self.correction_floor <= self.correction_cap, "algorithm.correction_floor", rule, self.correction_floor)
+        if self.reference_every > 0:
+            rule = "needs --algorithm.beta above 0, and no --algorithm.reference, which is not replaced"
+            require(self.beta > 0 and self.reference is None, "algorithm.reference_every", rule, self.reference_every)
         for term in self.terms:
             rule = "must not have a KL penalty or correction of pspo: set --algorithm.beta or --algorithm.correction"
             by_switch = type(term) in (losses.SamplerCorrection, losses.KLPenalty)  # which need what these two prepare
@@ -405,6 +411,8 @@ class TrainConfig:
         if algorithm.correction is None and self.draws_by_engine and not self.ratios_to_engine:
             object.__setattr__(algorithm, "effective_correction", "token_truncate")
         object.__setattr__(self, "algorithm", algorithm)
+        rule = "must name at least one reward, or --algorithm.beta be above 0: on-policy distillation"
+        require(self.reward.functions or self.algorithm.beta > 0, "reward.functions", rule, self.reward.functions)
         self.check_sampling()
         self.check_steps()
 
@@ -436,6 +444,8 @@ class TrainConfig:
         if self.distributed.strategy == "fsdp2":
             name = self.optimizer.name
             require("8bit" not in name, "optimizer.name", "must be adamw or sgd under fsdp2, which shards it", name)
+            every = self.algorithm.reference_every
+            require(every == 0, "algorithm.reference_every", "must be 0 under fsdp2", every)
 
     @property
     def draws_by_engine(self) -> bool:

@@ -10,6 +10,7 @@ Everything around the algorithm (records, checkpoints, resuming, signals) is the
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ from pspo.rollout import Experience, Rollout, estimate_advantages, group_relativ
 from pspo.run.command import train_command, train_from_python
 from pspo.run.run import Run
 from pspo.tasks.failures import show_failures
-from pspo.update import keep_logprobs, update
+from pspo.update import drawn_logprobs, keep_logprobs, update
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -102,7 +103,11 @@ def add_advantages(run: Run, experience: Experience) -> Experience:
     with run.phase("reward"):
         if callable(estimator) or estimator == "gdpo":
             problems = run.stream.problems(experience.prompt_indices)
-            advantages = estimate_advantages(experience, estimator, group_size, problems, run.config.reward.weights)
+            weights = run.config.reward.weights
+            with run.learner.reference_model() as reference:
+                logprobs = partial(drawn_logprobs, run.learner, experience.rollout, reference, run.config)
+                computed = {} if reference is None else {"reference": lambda: reference, "reference_logprobs": logprobs}
+                advantages = estimate_advantages(experience, estimator, group_size, problems, weights, computed)
         else:
             advantages = group_relative_advantages(experience.rewards.float(), group_size, estimator)
     return replace(experience, advantages=advantages)

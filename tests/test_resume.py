@@ -129,6 +129,10 @@ MODES = {  # the switches of a run; whatever keeps a state of its own is here
     "engine": ("--rollout.engine=engines.Copy", "--rollout.lag=1"),  # it draws ahead
     "environment": ("--data.name=sums", "--rollout.environment=examples.calculator.Calculator"),
     "lora": ("--model.lora.rank=2", "--algorithm.beta=0.1", "--algorithm.minibatches=2"),
+    "refreshed": ("--algorithm.beta=0.5", "--algorithm.reference_every=1"),
+    "refreshed lora": ("--model.lora.rank=2", "--algorithm.beta=0.5", "--algorithm.reference_every=1"),
+    "distilled": ("--algorithm.reference=tiny-math", "--algorithm.beta=1", "--algorithm.kl_estimator=k2",
+                  "--reward.functions=[]", "--optimizer.schedule=constant"),
     "bfloat16": ("--model.dtype=bfloat16", "--algorithm.minibatches=2", "--algorithm.beta=0.1"),
     "adamw8bit": ("--optimizer.name=adamw8bit",),
     "paged_adamw8bit, bfloat16": ("--optimizer.name=paged_adamw8bit", "--model.dtype=bfloat16"),

@@ -10,7 +10,8 @@ Scales of `group_relative_advantages`, A = R - mean of its group:
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ def estimate_advantages(
     group_size: int,
     problems: Sequence[Problem],
     weights: Sequence[float] | None = None,
+    computed: Mapping[str, Callable[[], Any]] | None = None,
 ) -> Tensor:
     """Advantages of a scored rollout's B rows by "gdpo" or a function of your own, (B,) or (B, T), 0 where unknown.
 
@@ -38,6 +40,7 @@ def estimate_advantages(
             ``rewards_by_function``, by name (B,), unweighted; their ``weights``; ``problems``, B of them. Under several
             ranks it gets this rank's rows, whole groups.
         weights: of the reward functions; None for all 1.
+        computed: more of what a signature may name: a run's ``reference``, a model, and ``reference_logprobs`` (B, T).
 
     Raises SurrogateError if a function returns another shape, NaN or inf.
     """
@@ -56,6 +59,7 @@ def estimate_advantages(
     function = gdpo if estimator == "gdpo" else estimator
     parameters = inspect.signature(function).parameters
     arguments = {name: value for name, value in optional.items() if name in parameters}
+    arguments |= {name: compute() for name, compute in (computed or {}).items() if name in parameters}
     with undo_changes():
         advantages = function(rewards, group_size, **arguments)
     name = f"--algorithm.advantages {function_name(estimator)}"

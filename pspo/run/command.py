@@ -123,7 +123,7 @@ def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, 
     if not run.config.run.quiet:
         print_header(run)
     if dist.is_main():
-        print_warnings(run.validator.prompts)
+        print_warnings(run.config, run.validator.prompts)
     with run.resources, run.signals, save_at_end(run):
         summary = train(run)
     print(summary_text(run.settings, summary))

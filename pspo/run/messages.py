@@ -7,6 +7,7 @@ from typing import Any
 from pspo import distributed as dist
 from pspo.cli.files import Settings
 from pspo.cli.terminal import clip, printable
+from pspo.config import TrainConfig
 from pspo.model import casts_to_bf16
 from pspo.rollout import Prompts
 from pspo.run.describe import changed_switches, describe_results, evaluate_command
@@ -45,8 +46,13 @@ rate    {config.optimizer.lr:g}, {config.optimizer.schedule}; {config.optimizer.
         print(f"changed {', '.join(changed)}")
 
 
-def print_warnings(prompts: dict[str, Prompts]) -> None:
-    """Warn if training prompts are also validated or tested on, or too few problems choose the best model."""
+def print_warnings(config: TrainConfig, prompts: dict[str, Prompts]) -> None:
+    """Warn if training prompts are also validated or tested on, if too few problems choose the best model, and of a
+    distillation whose estimator has another gradient than its KL divergence.
+    """
+    if not config.reward.functions and config.algorithm.kl_estimator == "k3":
+        other = "KL(reference || policy), from tokens of the policy: k2 and unbiased_k3 follow KL(policy || reference)"
+        print(f"WARNING: --algorithm.kl_estimator k3 has the gradient of {other}", file=sys.stderr)
     train = {repr(problem.prompt) for problem in prompts["train"].problems}
     held_out = {repr(problem.prompt) for split in prompts if split != "train" for problem in prompts[split].problems}
     if train & held_out:

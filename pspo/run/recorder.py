@@ -180,7 +180,7 @@ class Recorder:
         if unknown > 0:
             reason = self.failures or "functions returned None, or failed on another rank or before a resume"
             print(f"WARNING: {unknown:.1%} of the completions had no reward: {reason}", file=sys.stderr)
-        elif all(line["zero_advantage_share"] == 1 for line in lines):
+        elif self.config.reward.functions and all(line["zero_advantage_share"] == 1 for line in lines):
             print("WARNING: every advantage was 0, as where all rewards of a group are equal", file=sys.stderr)
         if self.tracker is not None:
             self.tracker.finish()

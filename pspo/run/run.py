@@ -32,7 +32,7 @@ from pspo.run.validator import Validator
 from pspo.signals import StopSignals
 from pspo.tasks.environment import load_class
 from pspo.tasks.failures import undo_changes
-from pspo.update.learner import make_learner
+from pspo.update.learner import check_reference, make_learner
 
 
 class Inputs(NamedTuple):
@@ -50,6 +50,7 @@ def load_inputs(config: TrainConfig) -> Inputs:
     make_environment = load_class(config.rollout.environment, "rollout.environment")
     tokenizer = load_tokenizer(config.model, config.data)
     token_ids(tokenizer, config.rollout.stop_tokens or ())
+    check_reference(config, tokenizer)
     prompts = load_splits(config, tokenizer, make_environment)
     if make_environment is not None:
         check_calls(tokenizer, make_environment)

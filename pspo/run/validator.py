@@ -70,9 +70,9 @@ class Validator:
         self.validations["final"] = record
         if step == 0:
             self.validations["untrained"] = record
-        elif is_better(record, self.validations["best_trained"]):
+        elif self.is_better(record, self.validations["best_trained"]):
             self.validations["best_trained"] = record
-        if is_better(record, self.best):
+        if self.is_better(record, self.best):
             self.validations["best"] = record
             save_model(self.learner.policy, self.recorder.tokenizer, self.output / "best", record)
         measures = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items())
@@ -156,7 +156,7 @@ class Validator:
         self.before = state["before"]
         self.validations = state["validations"]
 
-
-def is_better(validation: dict[str, Any], best: dict[str, Any]) -> bool:
-    """True if a validation has more reward than the best so far, or is the first."""
-    return not best or validation["validation_reward"] > best["validation_reward"]
+    def is_better(self, validation: dict[str, Any], best: dict[str, Any]) -> bool:
+        """True if a validation has more reward than the best so far, is the first, or there is no reward."""
+        has_reward = bool(self.config.reward.functions)
+        return not best or not has_reward or validation["validation_reward"] > best["validation_reward"]

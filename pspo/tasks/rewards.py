@@ -375,6 +375,8 @@ def total_rewards(
         values["environment"] = environment_rewards
         weights.append(1.0)
 
+    if not values:  # a distillation without rewards
+        return Scores([0.0] * len(completions), {}, {}, {})
     totals = []
     for row in zip(*values.values(), strict=True):
         terms = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from pspo import distributed as dist
-from pspo.config import TrainConfig
-from pspo.model import StartingAdapters, default_microbatch_tokens, has_adapters, load_policy, shares_prompts
+from pspo.config import LoraConfig, ModelConfig, TrainConfig
+from pspo.model import (
+    StartingAdapters,
+    default_microbatch_tokens,
+    has_adapters,
+    load_policy,
+    load_tokenizer,
+    shares_prompts,
+)
+from pspo.model.find import load_model_config
 from pspo.update.optimizers import make_optimizer, make_scheduler
 from pspo.update.tokens import TokenRecord
 
@@ -22,13 +32,14 @@ from pspo.update.tokens import TokenRecord
 class Learner:
     """Policy, optimizer, schedule and reference model: everything that `pspo.update.update` steps.
 
-    Its state holds no weights: a checkpoint saves them as a model. Shards are saved with the optimizer's state, which
-    is then left out here, too.
+    Its state holds no weights, which a checkpoint saves as a model, but those of a reference that is replaced. Shards
+    are saved with the optimizer's state, which is then left out here, too.
 
     Attributes:
         scheduler: None for a constant learning rate.
-        reference: None if beta is 0.
+        reference: None if beta is 0 and --algorithm.reference is unset.
         steps: optimizer steps taken.
+        reference_rollouts: rollouts trained on with this reference, counted for --algorithm.reference_every.
         microbatch_tokens: the most in a microbatch, fewer once memory has run out; None until the first update.
         record: gets what every step computes at tokens; None to record nothing.
     """
@@ -38,6 +49,7 @@ class Learner:
     scheduler: LambdaLR | None = None
     reference: transformers.PreTrainedModel | StartingAdapters | None = None
     steps: int = 0
+    reference_rollouts: int = 0
     microbatch_tokens: int | None = None
     record: TokenRecord | None = None
 
@@ -50,9 +62,32 @@ class Learner:
         """The reference model, for a `with` block; under LoRA the policy itself, with the adapters it started from."""
         return self.reference if isinstance(self.reference, StartingAdapters) else nullcontext(self.reference)
 
+    @property
+    def reference_weights(self) -> list[Tensor]:
+        """The reference's weights; under LoRA its adapters."""
+        if isinstance(self.reference, StartingAdapters):
+            return self.reference.start
+        return [*self.reference.state_dict().values()]
+
+    @torch.no_grad()
+    def set_reference(self, weights: Iterable[Tensor]) -> None:
+        """Copy weights into the reference."""
+        for stored, new in zip(self.reference_weights, weights, strict=True):
+            stored.copy_(new)
+
+    def refresh_reference(self, every: int) -> None:
+        """Count a rollout; after ``every`` of them make the policy the reference first."""
+        if self.reference_rollouts == every:
+            by_adapters = isinstance(self.reference, StartingAdapters)
+            self.set_reference(self.reference.adapters if by_adapters else self.policy.state_dict().values())
+            self.reference_rollouts = 0
+        self.reference_rollouts += 1
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
+            "reference_rollouts": self.reference_rollouts,
+            "reference": self.reference_weights if self.reference_rollouts > 0 else None,
             "microbatch_tokens": self.microbatch_tokens,  # a resumed run computes in the same shapes
             "optimizer": None if self.is_sharded else self.optimizer.state_dict(),
         }
@@ -69,12 +104,18 @@ class Learner:
         is_amsgrad_same = bool(old_options.get("amsgrad")) == bool(options.get("amsgrad"))
         has_same_moments = is_amsgrad_same and not changes.keys() & {"optimizer.name", "model.dtype"}
         moments = state["optimizer"] if has_same_moments else None
-        return state | {"microbatch_tokens": self.microbatch_tokens, "optimizer": moments}
+        has_other_reference = any(switch.startswith(("algorithm.reference", "algorithm.beta")) for switch in changes)
+        rollouts = 0 if has_other_reference else state["reference_rollouts"]
+        own = {"microbatch_tokens": self.microbatch_tokens, "reference_rollouts": rollouts}
+        return state | own | {"optimizer": moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore everything but the weights; learning rate and other options stay as this optimizer was made."""
         self.steps = state["steps"]
         self.microbatch_tokens = state["microbatch_tokens"]
+        self.reference_rollouts = state["reference_rollouts"]
+        if self.reference_rollouts > 0:
+            self.set_reference(state["reference"])
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         if state["optimizer"] is not None:
             self.optimizer.load_state_dict(state["optimizer"])
@@ -84,15 +125,45 @@ class Learner:
             self.scheduler = LambdaLR(self.optimizer, self.scheduler.lr_lambdas[0], self.steps - 1)
 
 
+def reference_config(config: TrainConfig) -> ModelConfig:
+    """--algorithm.reference as a model of its checkpoint's dtype; float32 under fsdp2."""
+    model = replace(config.model, name_or_path=config.algorithm.reference, revision=None, lora=LoraConfig())
+    is_bfloat16 = load_model_config(model).dtype == torch.bfloat16 and config.distributed.strategy != "fsdp2"
+    return replace(model, dtype="bfloat16" if is_bfloat16 else "float32")
+
+
+def check_reference(config: TrainConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Raise ValueError unless --algorithm.reference is a model of the policy's vocabulary."""
+    name = config.algorithm.reference
+    if name is None:
+        return
+    try:
+        vocabulary = load_tokenizer(reference_config(config), config.data).get_vocab()
+    except ValueError as error:
+        raise ValueError(f"--algorithm.reference {name}: {error}") from error
+    if vocabulary != tokenizer.get_vocab():
+        fix = f"its log-probs are of other tokens than those of {config.model.name_or_path}; name one of that family"
+        raise ValueError(f"--algorithm.reference {name} has another vocabulary: {fix}")
+
+
+def load_reference(
+    config: TrainConfig, policy: transformers.PreTrainedModel, device: torch.device
+) -> transformers.PreTrainedModel | StartingAdapters | None:
+    """The reference model, frozen: --algorithm.reference, or the initial model if there is a beta."""
+    if config.algorithm.reference is not None:
+        return load_policy(reference_config(config), device, config.distributed).requires_grad_(False)
+    if config.algorithm.beta == 0:
+        return None
+    if has_adapters(policy):
+        return StartingAdapters(policy)  # no second copy of the model
+    return load_policy(config.model, device, config.distributed).requires_grad_(False)
+
+
 def make_learner(config: TrainConfig, device: torch.device) -> Learner:
     """Load the policy, and the reference if there is one, and make the optimizer."""
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step is no mistake
     policy = load_policy(config.model, device, config.distributed)
-    reference = None
-    if config.algorithm.beta > 0 and has_adapters(policy):
-        reference = StartingAdapters(policy)  # no second copy of the model
-    elif config.algorithm.beta > 0:
-        reference = load_policy(config.model, device, config.distributed).requires_grad_(False)
+    reference = load_reference(config, policy, device)
     optimizer = make_optimizer(policy, config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
     by_memory = default_microbatch_tokens(policy, config.model.gradient_checkpointing)

@@ -83,10 +83,16 @@ def reference_logprobs(
     learner: Learner, batch: Batch, minibatches: list[Minibatch], config: TrainConfig
 ) -> Tensor | None:
     """(B, T) log-probs by the reference model; None without one."""
-    if learner.reference is None:
+    if config.algorithm.beta == 0:
         return None
     with learner.reference_model() as reference:
         return compute_logprobs(learner, batch, minibatches, reference, config).values
+
+
+def drawn_logprobs(learner: Learner, rollout: Rollout, model: PreTrainedModel, config: TrainConfig) -> Tensor:
+    """(B, T) log-probs of a rollout just drawn by a model, before there are advantages; 0 in rows without a token."""
+    batch = make_batch(rollout, torch.ones(len(rollout)), config.algorithm)
+    return compute_logprobs(learner, batch, split_minibatches(learner, batch, config), model, config).values.cpu()
 
 
 def compute_logprobs(

@@ -42,6 +42,8 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
     if algorithm.beta > 0 and learner.reference is None:
         raise ValueError("--algorithm.beta needs a reference model: pspo.update.learner.make_learner loads one")
+    if algorithm.reference_every > 0:
+        learner.refresh_reference(algorithm.reference_every)
     batch = make_batch(rollout, advantages, algorithm)
     minibatches = split_minibatches(learner, batch, config)
     old = old_logprobs(learner, batch, minibatches, config)
