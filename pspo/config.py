@@ -315,7 +315,9 @@ class AlgorithmConfig(Section, name="algorithm"):
         """The terms that are on, in the order in which they are called."""
         terms = list(self.terms)
         if self.effective_correction != "none":
-            terms.append(losses.SamplerCorrection(self.correction, self.correction_cap, self.correction_floor))
+            terms.append(
+                losses.SamplerCorrection(self.effective_correction, self.correction_cap, self.correction_floor)
+            )
         if self.beta > 0:
             terms.append(losses.KLPenalty(self.beta, self.kl_estimator))
         if self.entropy_coef > 0:
