@@ -230,7 +230,7 @@ def check_token_ids(
     largest = max(chain.from_iterable(prompts), default=0)
     if largest >= size:
         token = f"{tokenizer.convert_ids_to_tokens(largest)!r} (id {largest:,})"
-        fix = "take it out of the data, or of the environment's observations"
+        fix = "resize the model's embeddings to the tokenizer, or take it out of the texts"
         if largest == tokenizer.pad_token_id:
             fix = "name another pad_token in its tokenizer_config.json"
         raise ValueError(f"--model.name_or_path: the model's {size:,} tokens do not include {token}: {fix}")
