@@ -73,7 +73,8 @@ class Section:
             if limits and value is not None:
                 is_within = all(COMPARISONS[name](value, limit) for name, limit in limits.items())
                 rule = " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
-                require(is_within and math.isfinite(value), f"{self.section}{part.name}", f"must be {rule}", value)
+                is_finite = isinstance(value, int) or math.isfinite(value)  # an int may be too large for a float
+                require(is_within and is_finite, f"{self.section}{part.name}", f"must be {rule}", value)
 
 
 @dataclass(frozen=True)

@@ -78,16 +78,6 @@ def test_switches_override_and_null_unsets():
     assert isinstance(config.optimizer.lr, float)
 
 
-def test_mappings_come_by_switch_and_file(yaml_file):
-    args = yaml_file("optimizer:\n  options: {betas: [0.9, 0.95]}\ndata:\n  columns: {prompt: question}\n")
-    config = train_config(*args, "--data.hub={revision: main, splits: {train: train_sft}}")
-    assert config.optimizer.options == {"betas": [0.9, 0.95]}
-    assert config.data.columns == {"prompt": "question", "answer": "answer"}
-    assert config.data.hub == {"revision": "main", "splits": {"train": "train_sft"}}
-    engine = "{class_path: my.Engine, init_args: {memory: 0.3}}"
-    assert train_config(f"--rollout.engine={engine}").rollout.engine == yaml.safe_load(engine)
-
-
 def test_paths_at_home_are_expanded(yaml_file, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     yaml_file("model: {name_or_path: ~/model}\n")
@@ -190,17 +180,6 @@ def test_every_method_over_a_file_of_another_and_back_from_its_resolved_text(sur
     assert parse(TrainConfig, "pspo.train", yaml_file(to_yaml(resolved))) == (config, resolved)
     assert capsys.readouterr() == ("", "")
     assert not [warning for warning in recwarn if issubclass(warning.category, UserWarning)]
-
-
-def test_resolved_text_parses_back(yaml_file):
-    rewards = "[{class_path: MathReward, init_args: {tolerance: 1e-3, marker: first}}, FormatReward]"
-    args = [f"--reward.functions={rewards}", "--reward.weights=[1, 0.5]", "--eval.temperatures=[0, 0.6, 1]",
-            "--data.system_prompt=Say: 'yes'\n# \"no\" \u00e9 #### 1", "--run.output_dir=a: b # c"]  # fmt: skip
-    config, resolved = parse(EvaluateConfig, "pspo.evaluate", args)
-    assert parse(EvaluateConfig, "pspo.evaluate", yaml_file(to_yaml(resolved)))[0] == config
-    assert config.data.system_prompt == "Say: 'yes'\n# \"no\" \u00e9 #### 1"
-    assert config.reward.functions == [MathReward(tolerance=1e-3, marker="first"), FormatReward()]
-    assert config.eval.temperatures == [0.0, 0.6, 1.0]
 
 
 TEXTS = ["# Role: tutor", "#run", "~", "null", "true", "no", "1.10", "0123456", "1e3", "0x10", "1_000", "2024-01-01",
@@ -310,7 +289,8 @@ def test_arguments_of_a_class_are_read_by_their_types(yaml_file, capsys):
     for wrong in (args[:-1], [*args, "--algorithm.surrogate.txt=1"], [*args, "--algorithm.surrogate.pair=x"]):
         with pytest.raises(SystemExit, match=r"^2$"):
             train_config("--algorithm.surrogate=test_config.Wordy", *wrong)
-        assert re.search(r"Wordy needs root|no argument txt; did you mean text|pair must be", capsys.readouterr().err)
+        messages = r"argument: 'root'|unexpected keyword argument 'txt'; it takes text, maybe|pair must be"
+        assert re.search(messages, capsys.readouterr().err)
 
 
 def test_the_configuration_of_a_pretrained_model_is_read():
@@ -415,7 +395,7 @@ MESSAGES = {
     "--device cuda": ".*--device=cuda; here CUDA_VISIBLE_DEVICES",
     "--rollout.prompts many": "--rollout.prompts must be a whole number, got many",
     '--algorithm.terms [{"class_path":"KLPenalty","init_args":{"beta":1}}]': "--algorithm.terms must not have a KL ",
-    "--algorithm.terms OffPolicyMask": "--algorithm.terms: OffPolicyMask needs threshold",
+    "--algorithm.terms OffPolicyMask": "--algorithm.terms OffPolicyMask: missing a required argument: 'threshold'",
     "--algorithm.nucleus replay --rollout.decoder hf": "--algorithm.nucleus",
     "--algorithm.correction token_mask --rollout.engine my.Engine --rollout.lag 1": "--algorithm.correction",
     "--optimizer.name adamw8bit --distributed.strategy fsdp2": "--optimizer.name",

@@ -33,7 +33,7 @@ def config_from_python(
     words = [] if file is None else ["--config", str(file)]
     settings = {name: section_settings(name, section) for name, section in sections.items()}
     data = settings.get("data", {})
-    if "name" in data and not isinstance(data["name"], str):
+    if "name" in data and not isinstance(data["name"], str | None):
         data["train"] = data.pop("name")
     problems = {}
     for split in SPLITS:

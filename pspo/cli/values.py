@@ -161,25 +161,17 @@ def read_items(kinds: Mapping[str, Any], given: Mapping[str, Any], switch: str) 
 def make(kind: Callable, given: Mapping[str, Any], switch: str) -> Value:
     """The arguments of a class, with those at their defaults, and its object; ValueError for arguments unfit for it."""
     parameters = inspect.signature(kind).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    named = {
-        name: part for name, part in parameters.items() if part.kind not in (part.VAR_KEYWORD, part.VAR_POSITIONAL)
-    }
-    for name in given:
-        if name not in named and not takes_all:
-            similar = difflib.get_close_matches(name, named, n=1)
-            fix = f"did you mean {similar[0]}?" if similar else f"it has {', '.join(named) or 'none'}"
-            raise ValueError(f"--{switch}: {kind.__name__} has no argument {name}; {fix}")
-    missing = [name for name, part in named.items() if part.default is part.empty and name not in given]
-    if missing:
-        raise ValueError(f"--{switch}: {kind.__name__} needs {', '.join(missing)}")
+    try:
+        inspect.signature(kind).bind(**given)
+    except TypeError as error:
+        raise ValueError(f"--{switch} {kind.__name__}: {error}; it takes {', '.join(parameters) or 'none'}") from error
     try:
         hints = get_type_hints(kind.__init__)
     except NameError:  # a type that is imported for type checkers alone
         hints = {}
     values = read_items({name: hints.get(name, Any) for name in given}, given, switch)
     plain = {}
-    for name, part in named.items():
+    for name, part in parameters.items():
         if name in given:
             plain[name] = values.plain[name]
         elif isinstance(part.default, str | int | float | list | tuple | dict | None):
