@@ -67,11 +67,11 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(capsys):
 
 
 def test_corrections_are_on_with_an_engine():
-    assert TrainConfig().algorithm.correction == "none"
-    assert TrainConfig(rollout=RolloutConfig(engine="pspo_vllm.VLLM")).algorithm.correction == "token_truncate"
+    assert TrainConfig().algorithm.effective_correction == "none"
+    assert TrainConfig(rollout=RolloutConfig(engine="pspo_vllm.VLLM")).algorithm.effective_correction == "token_truncate"
     calculator = RolloutConfig(engine="pspo_vllm.VLLM", environment="examples.calculator.Calculator")
-    assert TrainConfig(rollout=calculator).algorithm.correction == "none"
+    assert TrainConfig(rollout=calculator).algorithm.effective_correction == "none"
     late = RolloutConfig(engine="pspo_vllm.VLLM", lag=1)
-    assert TrainConfig(rollout=late).algorithm.correction == "none"  # ratios are to its own log-probs
+    assert TrainConfig(rollout=late).algorithm.effective_correction == "none"  # ratios are to its own log-probs
     proximal = TrainConfig(rollout=late, algorithm=AlgorithmConfig(ratio_to="proximal"))
-    assert proximal.algorithm.correction == "token_truncate"
+    assert proximal.algorithm.effective_correction == "token_truncate"
