@@ -9,9 +9,9 @@ import pandas as pd
 from scipy.stats import binomtest, permutation_test
 
 from pspo.cli.files import flat, read_config
-from pspo.cli.parse import user_errors
 from pspo.cli.terminal import one_line
 from pspo.evaluate.statistics import MEANS, as_text, cluster_bootstrap, measure_name, table
+from pspo.run.endings import user_errors
 from pspo.tasks.files import local_path
 from pspo_lab.power import MOST_SEEDS, estimate, seeds_text
 from pspo_lab.runs import read_problems

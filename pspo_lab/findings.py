@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 FEWEST = 5  # rollouts, before which a trend says nothing
+NOISE_ERRORS = 4  # standard errors that a fall must exceed: the peak is the highest of many
 TRL = {  # what a text names, in TRL's words
     "--rollout.resample 2, a larger": "a larger",
     "--rollout.group_size": "num_generations",
@@ -155,11 +156,13 @@ def check_movement(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding
 def check_rewards(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
     """A reward that falls, or that rises without the accuracy."""
     rewards = metrics["reward"]
-    smooth = rewards.rolling(max(1, len(rewards) // 5)).mean().dropna()
+    window = max(1, len(rewards) // 5)
+    smooth = rewards.rolling(window).mean().dropna()
     if len(smooth):
         peak = smooth.max()
         last = smooth.iloc[-1]
-        if peak > 0 and last < 0.8 * peak and smooth.idxmax() != smooth.index[-1]:
+        noise = rewards.diff().std() / window**0.5  # of the difference of two windows, trends aside
+        if peak > 0 and last < min(0.8 * peak, peak - NOISE_ERRORS * noise):
             text = f"the reward fell from {peak:.2f} to {last:.2f}"
             advice = "a lower --optimizer.lr or fewer --algorithm.epochs"
             if config.get("run.validate_every", 0):

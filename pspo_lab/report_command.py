@@ -26,10 +26,9 @@ from pspo_lab.settings import DATA, MODEL, SEED, labels, shared_sentence
 from pspo_lab.tables import (
     NOTES,
     SEEDS_FOR_AN_INTERVAL,
-    accuracies,
     escape_markdown,
     interval_text,
-    learning,
+    main_values,
     make_cells,
     noise_floor,
     number_text,
@@ -104,14 +103,10 @@ def group_tasks(runs: Runs) -> dict[str, tuple[list[str], list[str]]]:
 
 def describe_winner(runs: Runs, label: pd.Series, tables: dict[str, pd.DataFrame]) -> list[str]:
     """Sentences: which setting won, by how much, whether that can be told from luck, and the noise floor."""
-    values = accuracies(runs, "after")
-    if values.empty:
-        values = learning(runs).query("column == 'final reward'").assign(answers=None)
+    values = main_values(runs, label)
     if values.empty:
         return []
     column = values["column"].iloc[0]
-    values = values[values["column"] == column]
-    values = values.assign(row=values["run"].map(label), seed=values["run"].map(runs.configs[SEED]))
     means = values.groupby("row")["value"].mean().sort_values(ascending=False, kind="stable")
     test, _, measure = column.removesuffix(" (%)").rpartition(": ")
     unit = " points" if column.endswith("(%)") else ""

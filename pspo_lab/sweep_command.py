@@ -36,7 +36,11 @@ from pspo.cli.parse import parse
 from pspo.cli.terminal import Bar
 from pspo.run.endings import EXIT_STOPPED, user_errors
 from pspo.tasks.files import local_path
+from pspo_lab.power import Estimate, seeds_text
+from pspo_lab.runs import read_runs, run_folders
+from pspo_lab.settings import labels
 from pspo_lab.sweep_plan import MODEL, WEIGHTS, Job, Method, SweepConfig, make_plan, switch_words
+from pspo_lab.tables import main_values, noise_floor, number_text
 
 
 class JobRunner:
@@ -140,7 +144,8 @@ def main(args: Sequence[str] | None = None) -> None:
         sweep = replace(sweep, output=str(local_path(sweep.output)))
         plan = make_plan(sweep)
         if sweep.dry_run:
-            return show_plan(plan)
+            show_plan(plan)
+            return print(describe_pilot(sweep, plan))
         run_plan(sweep, plan)
 
 
@@ -150,14 +155,60 @@ def show_plan(plan: list[Method]) -> None:
     for method in plan:
         if len(method.stages) > 1:
             print(*(f"{method.experiment}/{setting}" for setting in method.settings), sep="\n")
-        for stage, n in method.stages.items():
-            for job in method.jobs([stage], method.chosen(stage) or list(method.settings)[:n]):
-                if len(method.stages) == 1:
-                    print(job.folder, "(finished)" if job.finished else "")
-                if stage != "untrained":
-                    rows.append((method.experiment, stage, 1, job.finished))
+        for job in planned_jobs(method):
+            if len(method.stages) == 1:
+                print(job.folder, "(finished)" if job.finished else "")
+            if job.stage != "untrained":
+                rows.append((method.experiment, job.stage, 1, job.finished))
     table = pd.DataFrame(rows, columns=["experiment", "stage", "runs", "finished"])
     print(f"\n{table.groupby(['experiment', 'stage'], sort=False).sum()}\n\n{table.sum(numeric_only=True).to_string()}")
+
+
+def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> str:
+    """What each experiment's seeds can detect, and the time that all runs take, as far as a pilot or a number says."""
+    if sweep.sd is None and sweep.pilot is None:
+        return "\nWhat can these seeds detect? --pilot RUNS or --sd POINTS says it, and a pilot the hours."
+    lines = [""]
+    sd = sweep.sd and sweep.sd / 100
+    column = "(%)"
+    if sweep.pilot is not None:
+        runs = read_runs(run_folders([sweep.pilot]))
+        runs = runs.take(runs.finished())
+        summaries = [runs.folders[run].summary for run in runs.configs.index]
+        if not summaries:
+            raise ValueError(f"--pilot {sweep.pilot}: no run there is finished")
+        seconds = sum(summary["seconds"] for summary in summaries) / sum(s["optimizer_steps"] for s in summaries)
+        jobs = [job for method in plan for job in planned_jobs(method) if not job.trained]
+        steps = sum(job.config["run"]["max_steps"] for job in jobs)
+        device = read_json(Path(runs.configs.index[0], "environment.json")).get("device", "machine")
+        hours = f"{seconds * steps / 3600:.1f} hours of the pilot's {device}"
+        lines.append(f"{steps:,} optimizer steps take about {hours}: {seconds:.2f} s each there.")
+        if sd is None:
+            values = main_values(runs, labels(runs.configs))
+            sd, _ = noise_floor(values)
+            column = values["column"].iloc[0]
+            if not sd > 0:
+                raise ValueError(f"--pilot {sweep.pilot} takes two seeds of a setting; or give --sd")
+    unit = " points" if column.endswith("(%)") else ""
+    lines.append(
+        f"Noise floor: two seeds of one setting differ by {number_text(column, sd)}{unit} (standard deviation)."
+    )
+    for name in dict.fromkeys(method.experiment for method in plan):
+        found = Estimate(0.0, sd**2, 0.0, len(sweep.experiments[name].seeds), 1)
+        if found.n_seeds > 1:
+            lines.append(
+                f"{name}: {found.n_seeds} seeds detect {number_text(column, float(found.detects()))}{unit} between two "
+                f"settings at 80% power; 1, 2, 5 points take {seeds_text(found)} seeds."
+            )
+    return "\n".join(lines)
+
+
+def planned_jobs(method: Method) -> list[Job]:
+    """Jobs of a method in all stages; before a search has chosen, of as many settings as it will choose."""
+    jobs = []
+    for stage, n in method.stages.items():
+        jobs += method.jobs([stage], method.chosen(stage) or list(method.settings)[:n])
+    return jobs
 
 
 def run_plan(sweep: SweepConfig, plan: list[Method]) -> None:

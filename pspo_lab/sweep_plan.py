@@ -65,7 +65,9 @@ class SweepConfig(Section):
         processes: of each run, started by torchrun, a GPU each; above 1, `shared` needs distributed.strategy.
         launcher: command that runs {command}, one word, and waits, as "srun sh -c {command}"; unset, runs start here.
         retry_failed: run failed runs again.
-        dry_run: print settings and runs, and run nothing.
+        dry_run: print settings and runs, what the seeds can detect, and the hours; run nothing.
+        pilot: folder of runs, as of a small sweep, from which a dry run takes the noise floor and the time of a step.
+        sd: noise floor, without a pilot: standard deviation, in points, of the difference of two seeds of a setting.
     """
 
     experiments: dict[str, Experiment]
@@ -76,6 +78,8 @@ class SweepConfig(Section):
     launcher: str | None = None
     retry_failed: bool = False
     dry_run: bool = False
+    pilot: str | None = None
+    sd: float | None = switch(None, above=0)
 
 
 @dataclass(frozen=True)

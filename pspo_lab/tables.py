@@ -173,6 +173,15 @@ def subtract(pairs: pd.DataFrame) -> pd.DataFrame:
     return pairs.assign(row=row, value=pairs["value_x"] - pairs["value_y"], answers=answers)
 
 
+def main_values(runs: Runs, labels: pd.Series) -> pd.DataFrame:
+    """Values, with their row and seed, of the one column that settings are compared in first: a test, or the reward."""
+    values = accuracies(runs, "after")
+    if values.empty:
+        values = learning(runs).query("column == 'final reward'").assign(answers=None)
+    values = values[values["column"] == values["column"].iloc[0]] if len(values) else values
+    return values.assign(row=values["run"].map(labels), seed=values["run"].map(runs.configs[SEED]))
+
+
 def noise_floor(values: pd.DataFrame) -> tuple[float, int]:
     """Standard deviation of the difference of two runs of one setting, and its degrees of freedom, of all settings.
 

@@ -59,11 +59,13 @@ def make_page(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("pspo view", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders above them")
-    parser.add_argument("--output", type=Path, help="the file (default: view.html in the first folder)")
+    parser.add_argument("--output", type=Path, help="the file (default: view.html in the first folder with a run)")
     parser.add_argument("--surrogates", nargs="+", default=[], metavar="SURROGATE", help="compare tokens under these")
     options = parser.parse_args(args)
     with user_errors("pspo view"):
         runs = run_folders(options.runs)
-        output = local_path(options.output or runs[0] / "view.html")
+        folders = [root for root in runs if any(root.rglob("metrics.jsonl"))] or runs  # a data folder gets no page
+        output = local_path(options.output or folders[0] / "view.html")
+        output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, make_page(runs, options.surrogates))
     print(f"{output}  ({output.stat().st_size / 1e6:.1f} MB)")

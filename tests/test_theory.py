@@ -85,7 +85,7 @@ def test_pspo_is_noclip_bit_for_bit_where_the_factor_is_a_half(tmp_path, beta):
             *("--algorithm.surrogate", *method, "--algorithm.beta", f"{beta * factor}"),
             *("--algorithm.epochs", "2", "--algorithm.minibatches", "2", "--rollout.prompts", "4"),
             *("--optimizer.lr", "1e-3", "--optimizer.options", f"{{eps: {1e-4 * factor}}}"),
-            *("--optimizer.max_grad_norm", "0", "--run.max_steps", "8", "--run.test_limit", "0"),
+            *("--optimizer.max_grad_norm", "0", "--run.max_steps", "4", "--run.test_limit", "0"),
             *("--run.validate_every", "0", "--run.output_dir", str(output), "--run.quiet", "true"),
         ])  # fmt: skip
     pspo, noclip = (load_file(tmp_path / name / "final/model.safetensors") for name in ("PSPO", "NoClip"))

@@ -257,6 +257,38 @@ def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, 
     assert "exit code 1, no summary.json: the last line (see" in capsys.readouterr().err  # before torchrun's report
 
 
+def test_a_dry_run_says_what_its_seeds_detect_and_how_long_it_takes(tmp_path, capsys, monkeypatch):
+    """From a standard deviation: a referee's 7.3 points, with which five seeds detect 12; and from a pilot's runs."""
+    monkeypatch.chdir(REPOSITORY)
+    args = [
+        "--config",
+        "configs/sweep/smollm2.yaml",
+        "--only",
+        "[smollm2-clip]",
+        f"--output={tmp_path}/out",
+        "--dry_run",
+    ]
+    main([*args, "--sd", "7.3"])
+    out = capsys.readouterr().out
+    assert "smollm2-clip: 5 seeds detect 12.3 points between two settings at 80% power" in out
+    assert (
+        "1, 2, 5 points take 421, 107, 19 seeds" in out
+    )  # R: power.t.test(delta=, sd=7.3, power=.8, type="one.sample")
+    for seed, accuracy in enumerate((0.5, 0.6)):
+        folder = tmp_path / f"pilot/seed-{seed}"
+        folder.mkdir(parents=True)
+        summary = {"after": {"accuracy": accuracy, "n": 9}, "seconds": 450, "optimizer_steps": 20}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "metrics.jsonl").write_text('{"step": 20, "reward": 0.5}\n')
+        (folder / "environment.json").write_text('{"device": "cpu"}')
+        switches = {"model": {"name_or_path": "tiny"}, "data": {"name": "sums"}, "run": {"seed": seed}}
+        (folder / "config.yaml").write_text(json.dumps(switches))
+    main([*args, "--pilot", str(folder.parent)])
+    out = capsys.readouterr().out
+    assert "160 optimizer steps take about 1.0 hours of the pilot's cpu: 22.50 s each there." in out  # 5 runs of 32
+    assert "Noise floor: two seeds of one setting differ by 10.0 points" in out  # sqrt(2) 0.1 / sqrt(2)
+
+
 @pytest.mark.parametrize(("name", "only", "runs"), [
     ("first", "", 12), ("paper", "alpha", 12), ("control", "tokens", 30), ("one-day", "", 15),
     ("decoupled-smollm2", "", 10), ("smollm2", "", 82),
