@@ -264,7 +264,7 @@ def test_a_dry_run_says_what_its_seeds_detect_and_how_long_it_takes(tmp_path, ca
         "--config",
         "configs/sweep/smollm2.yaml",
         "--only",
-        "[smollm2-clip]",
+        "smollm2-clip",
         f"--output={tmp_path}/out",
         "--dry_run",
     ]
