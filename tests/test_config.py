@@ -20,7 +20,7 @@ from pspo.cli.python import config_from_python
 from pspo.config import EvaluateConfig, Fact, LoraConfig, ModelConfig, TrainConfig, find_switches, switches_with
 from pspo.losses import CISPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip, OffPolicyMask
 from pspo.model.find import TINY_BYTES, find_default_lr
-from pspo.tasks import FormatReward, MathReward
+from pspo.tasks import FormatReward, MathReward, SoftOverlong
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "configs" / "tiny.yaml"
@@ -262,6 +262,7 @@ def test_files_give_texts_without_quotes_too_and_null_unsets(yaml_file):
     ("--optimizer.options.betas=[0.9, 0.95]", "optimizer.options", {"betas": [0.9, 0.95]}),
     ("--rollout.engine=my.Engine && --rollout.engine.memory=0.3", "rollout.engine",
      {"class_path": "my.Engine", "init_args": {"memory": 0.3}}),
+    ("--reward.functions=[SoftOverlong] && --reward.functions.buffer=24", "reward.functions", [SoftOverlong(24)]),
     ("--run.max_tokens=150_000_000", "run.max_tokens", 150_000_000),
     ("--run.quiet", "run.quiet", True),
     ("--algorithm.advantages=math.fsum", "algorithm.advantages", math.fsum),

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 from pspo.cli.files import Settings, argument_text, read_yaml, to_yaml
 from pspo.cli.values import METHODS, Word, as_list, load_word, plain_setting, read
@@ -172,9 +172,9 @@ def put_words(settings: Settings, pairs: Sequence[tuple[str, str | None]], switc
         elif switch == owner:
             if owner in arguments:
                 raise ValueError(f"--{arguments[owner]} stands before --{owner} {text}: name the class first")
-            value = word
+            kind = switches[owner].type
+            value = as_list(kind, word, owner) if get_origin(kind) is list else word
             if name.endswith("+"):
-                kind = switches[owner].type
                 value = [*as_list(kind, settings[owner] or [], owner), *as_list(kind, word, owner)]
             put(settings, owner, [], value)
         else:

@@ -68,7 +68,9 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(capsys):
 
 def test_corrections_are_on_with_an_engine():
     assert TrainConfig().algorithm.effective_correction == "none"
-    assert TrainConfig(rollout=RolloutConfig(engine="pspo_vllm.VLLM")).algorithm.effective_correction == "token_truncate"
+    assert (
+        TrainConfig(rollout=RolloutConfig(engine="pspo_vllm.VLLM")).algorithm.effective_correction == "token_truncate"
+    )
     calculator = RolloutConfig(engine="pspo_vllm.VLLM", environment="examples.calculator.Calculator")
     assert TrainConfig(rollout=calculator).algorithm.effective_correction == "none"
     late = RolloutConfig(engine="pspo_vllm.VLLM", lag=1)
