@@ -9,22 +9,16 @@ Everything around the algorithm (records, checkpoints, resuming, signals) is the
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from pspo import distributed as dist
 from pspo.cli.terminal import quiet_without_reader
-from pspo.errors import RewardError
-from pspo.rollout import Experience, Rollout, estimate_advantages, group_relative_advantages, refill
+from pspo.distributed import run_main
+from pspo.rollout import Experience
 from pspo.run.command import train_command, train_from_python
 from pspo.run.run import Run
-from pspo.tasks.failures import show_failures
-from pspo.update import drawn_logprobs, keep_logprobs, update
+from pspo.update import update
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -35,94 +29,11 @@ def train(run: Run) -> dict[str, Any]:
     """
     run.start()
     while run.begin_rollout():
-        experience = draw(run)
-        if run.delay is not None:
-            with run.phase("generate"):  # an engine may begin to draw ahead
-                experience = run.delay.push(experience)  # returns the one drawn --rollout.lag rollouts ago
-            if experience is None:
-                continue
+        experience = run.source.next()  # (B, T) completions, (B,) rewards, (B,) or (B, T) advantages
         with run.phase("train"):
             steps = update(run.learner, experience.rollout, experience.advantages, run.config)  # epochs x minibatches
         run.conclude_rollout(experience, steps)  # record, validate, save
     return run.finish()
-
-
-def draw(run: Run) -> Experience:
-    """Draw a rollout of the next prompts and score it; with a lag, keep the log-probs of the policy that drew it."""
-    config = run.config
-    experience = draw_groups(run, config.rollout.prompts)
-    if config.rollout.resample > 0:
-        experience = resample(run, experience)
-    if config.reward.on_error == "none":
-        check_rewards_known(run, experience)
-    if config.rollout.lag > 0 and config.algorithm.ratio_to == "behaviour":
-        with run.phase("train"):
-            rollout = keep_logprobs(run.learner, experience.rollout, experience.advantages, config)
-        experience = replace(experience, rollout=rollout)
-    return experience
-
-
-def draw_groups(run: Run, n: int) -> Experience:
-    """Draw a group for each of the next n prompts, all ranks' together, and score them."""
-    indices, prompts = run.stream.next(n)
-    with run.phase("generate"), run.gathered_weights():
-        rollout = run.sampler.draw(prompts, run.config.rollout.group_size, run.how)
-    return score(run, indices, rollout)
-
-
-def score(run: Run, prompt_indices: list[int], rollout: Rollout) -> Experience:
-    """Rewards of a rollout of these prompts, NaN where unknown (--reward.on_error none), and its advantages."""
-    limit = run.config.rollout.max_completion_tokens
-    with run.phase("reward"):
-        scores = rollout.score(run.stream.problems(prompt_indices), run.config.reward, run.learner.steps, limit)
-    if scores.failures:
-        show_failures(scores.failures, run.recorder.failures)
-    experience = Experience(
-        prompt_indices=prompt_indices,
-        rollout=rollout,
-        rewards=torch.tensor(scores.totals, dtype=torch.float64),  # (B,)
-        rewards_by_name=scores.by_function,
-        logged=scores.logged,
-        reward_failed=bool(scores.failures),
-    )
-    return add_advantages(run, experience)
-
-
-def check_rewards_known(run: Run, experience: Experience) -> None:
-    """Raise RewardError if none of a rollout's completions, all ranks', has a reward, because functions failed."""
-    with run.phase("reward"):
-        is_unknown = all(dist.gather_objects(bool(experience.rewards.isnan().all())))
-        if is_unknown and experience.reward_failed:
-            raise RewardError(f"every completion of this rollout is without a reward: {run.recorder.failures}")
-
-
-def add_advantages(run: Run, experience: Experience) -> Experience:
-    """The experience with advantages, (B,) or (B, T), by --algorithm.advantages."""
-    estimator = run.config.algorithm.advantages
-    group_size = run.config.rollout.group_size
-    with run.phase("reward"):
-        if callable(estimator) or estimator == "gdpo":
-            problems = run.stream.problems(experience.prompt_indices)
-            weights = run.config.reward.weights
-            with run.learner.reference_model() as reference:
-                logprobs = partial(drawn_logprobs, run.learner, experience.rollout, reference, run.config)
-                computed = {} if reference is None else {"reference": lambda: reference, "reference_logprobs": logprobs}
-                advantages = estimate_advantages(experience, estimator, group_size, problems, weights, computed)
-        else:
-            advantages = group_relative_advantages(experience.rewards.float(), group_size, estimator)
-    return replace(experience, advantages=advantages)
-
-
-def resample(run: Run, experience: Experience) -> Experience:
-    """Replace groups without signal by fresh prompts', up to --rollout.resample times."""
-    algorithm = run.config.algorithm
-    for _ in range(run.config.rollout.resample):
-        missing = dist.max_over_ranks(experience.has_signal(algorithm).count(False))
-        if missing == 0:
-            break
-        fresh = draw_groups(run, missing * dist.world_size())
-        experience = add_advantages(run, refill(experience, fresh, algorithm))
-    return experience
 
 
 # --- the command, and the call from Python
@@ -191,4 +102,4 @@ sys.modules[__name__].__class__ = TrainModule
 
 if __name__ == "__main__":
     with quiet_without_reader():
-        dist.run_main(main)
+        run_main(main)

@@ -59,6 +59,7 @@ class Servers:
         self.timeout = timeout
         self.version = ""
         self.failures: dict[str, str] = {}
+        self.threads: ThreadPool | None = None
 
     def check(self) -> None:
         """Raise ValueError if no server is there."""
@@ -153,7 +154,8 @@ class Servers:
         return rows
 
     def close(self) -> None:
-        self.threads.terminate()
+        if self.threads is not None:
+            self.threads.terminate()
 
     def post(self, url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return call(url, path, body, self.timeout)

@@ -47,6 +47,7 @@ class VLLM:
             raise ValueError(f"--rollout.engine pspo_vllm.VLLM: memory must be in (0, 1], got {memory!r}")
         self.memory = memory
         self.version: int | None = None
+        self.process: Any = None
 
     def check(self) -> None:
         require_vllm()
@@ -92,6 +93,8 @@ class VLLM:
         return pad_rows(rows, sampling.pad_id)
 
     def close(self) -> None:
+        if self.process is None:  # not started
+            return
         self.process.kill()
         self.process.wait()
         self.connection.close()

@@ -21,6 +21,7 @@ import pspo.train
 from pspo.cli.files import read_jsonl, to_yaml
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
+from pspo.rollout.source import Now
 from pspo.run.folders import checkpoints
 from pspo.run.resume import check_same
 from pspo.run.validator import Validator
@@ -44,7 +45,7 @@ def test_unnamed_runs_that_begin_in_one_second(monkeypatch):
     assert sorted(path.name.rpartition("-pspo-")[2] for path in Path("runs").iterdir()) == ["now", "now-2"]
 
 
-@pytest.mark.parametrize(("owner", "function"), [(pspo.train, "draw"), (pspo.run.run, "make_learner")])
+@pytest.mark.parametrize(("owner", "function"), [(Now, "draw"), (pspo.run.run, "make_learner")])
 def test_two_runs_in_one_folder(whole, capfd, owner, function):
     """The other one is started while the first one draws, or while it loads its model."""
 

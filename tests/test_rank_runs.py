@@ -19,6 +19,7 @@ import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 from pspo import distributed as dist
 from pspo.rollout.engine import EngineError, EngineSampler
+from pspo.rollout.source import Ahead
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import checkpoints
 from pspo.train import main
@@ -136,20 +137,22 @@ def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exac
 
 class FailsOnRank1(EngineSampler):
     def complete(self):
-        self.pending = None
+        self.asked = None
         if dist.rank() == 1:
             raise EngineError("the server is gone")
         return "rollout"
 
 
-def test_a_drawing_ahead_that_fails_on_one_rank_is_given_up_by_all():
+def test_a_drawing_ahead_that_fails_on_one_rank_is_given_up_by_all(capfd):
     def rank() -> None:
         dist.init("ddp")
-        sampler = FailsOnRank1(None, None, None, pending=((), 2, None))
-        sampler.collect()
-        assert sampler.prefetched is None
+        sampler = FailsOnRank1(None, None, None, asked=((), 2, None))
+        source = Ahead(None, None, sampler, None, None, None, None, None, {})
+        source.collect()
+        assert source.prefetched is None
 
     assert ranks(rank) == [0, 0]
+    assert capfd.readouterr().err.count("the engine failed to draw ahead, and is asked again: the server is gone") == 1
 
 
 def fails_on_rank_1(completions, step):

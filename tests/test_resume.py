@@ -20,6 +20,7 @@ import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.losses import NoClip, Surrogate
 from pspo.rollout import PolicySampler
+from pspo.rollout.source import Now
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import checkpoints
 from pspo.run.validator import Validator
@@ -248,14 +249,14 @@ def test_told_to_stop_a_run_saves_and_resumes_exactly(whole, capfd, owner, funct
 
 DRAWING = {  # what is being drawn at the signal: by what call of a function, the run's switches, the newest checkpoint
     "first test": (Validator, "test", 1, (), []),
-    "rollout": (pspo.train, "draw", 2, (), ["step-000002"]),
+    "rollout": (Now, "draw", 2, (), ["step-000002"]),
     "validation": (Validator, "validate", 2, (), ["step-000004", "step-000002"]),
     "first validation": (Validator, "validate", 1, (), []),
     "last test": (Validator, "test", 2, (), ["step-000006", "step-000004"]),
     "test of the best": (Validator, "test", 3, MODES["lora"], ["step-000006", "step-000004"]),  # its adapters
-    "lag fills": (pspo.train, "draw", 2, MODES["lag"], []),
+    "lag fills": (Now, "draw", 2, MODES["lag"], []),
     "resampled": (PolicySampler, "draw", 6, (*MODES["resampled"], "--reward.functions=[MathReward]"), []),
-    "environment": (pspo.train, "draw", 2, MODES["environment"], ["step-000002"]),
+    "environment": (Now, "draw", 2, MODES["environment"], ["step-000002"]),
 }  # fmt: skip
 
 

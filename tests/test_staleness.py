@@ -16,6 +16,7 @@ from pspo.cli.files import read_jsonl
 from pspo.config import AlgorithmConfig
 from pspo.losses import GSPO, PSPO
 from pspo.rollout import Experience, group_relative_advantages, refill
+from pspo.rollout.source import Now
 from pspo.rollout.types import Nucleus
 from pspo.tasks import Reward
 from pspo.train import main
@@ -45,11 +46,11 @@ def train(output: str, *args: str) -> int:
 @pytest.mark.parametrize(("lag", "ratio_to"), [(0, "behaviour"), (3, "behaviour"), (1, "proximal")])
 def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(monkeypatch, lag, ratio_to):
     drawn, trained = [], []
-    draw, update = pspo.train.draw, pspo.train.update
+    draw, update = Now.draw, pspo.train.update
 
-    def drawing(training_run):
-        experience = draw(training_run)
-        drawn.append((experience.rollout, copy.deepcopy(training_run.learner.policy)))
+    def drawing(source):
+        experience = draw(source)
+        drawn.append((experience.rollout, copy.deepcopy(source.learner.policy)))
         return experience
 
     def training(learner, rollout, advantages, config):
@@ -69,7 +70,7 @@ def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(mon
         assert (steps[0]["kl_old_new"] > 1e-7) == bool(moved and ratio_to == "behaviour")
         return steps
 
-    monkeypatch.setattr(pspo.train, "draw", drawing)
+    monkeypatch.setattr(Now, "draw", drawing)
     monkeypatch.setattr(pspo.train, "update", training)
     assert train("out", f"--rollout.lag={lag}", f"--algorithm.ratio_to={ratio_to}") == 0
     assert len(trained) == 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,7 +10,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.errors import EngineError
 from pspo.model import autocast
@@ -58,40 +56,29 @@ class EngineSampler:
     engine: Engine
     learner: Any  # with the policy, and the optimizer steps that it has taken
     by_model: PolicySampler
-    prefetched: Rollout | None = None  # drawn ahead, for the next draw by a run's generators
-    pending: tuple[Prompts, int, How] | None = None  # what the engine draws: the arguments of `begin`
+    asked: tuple[Prompts, int, How] | None = None  # the arguments of `begin`, until `complete`
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
         if how.model is not None:
             return self.by_model.draw(prompts, group_size, how)
-        self.collect()
-        if how.generators is not None and self.prefetched is not None:
-            rollout = self.prefetched
-            self.prefetched = None
-            return rollout
         self.begin(prompts, group_size, how)
         return self.complete()
 
     def begin(self, prompts: Prompts, group_size: int, how: How) -> None:
-        """Begin to draw, with the weights as they are now; the next `draw` by a run's generators returns it."""
+        """Begin to draw, with the weights as they are now; `complete` returns the rollout."""
         self.engine.push(self.learner.policy, self.learner.steps)
         with random_numbers(how.generators):
             self.engine.begin(prompts.ids, how.sampling, group_size)
-        self.pending = (prompts, group_size, how)
+        self.asked = (prompts, group_size, how)
 
-    def collect(self) -> None:
-        """Wait for what is being drawn ahead. If that fails on a rank, all drop it and the next draw asks again."""
-        if self.pending is None:
-            return
-        with suppress(Exception):  # of an engine of a user's, too
-            self.prefetched = self.complete()
-        if dist.max_over_ranks(self.prefetched is None):
-            self.prefetched = None
+    @property
+    def is_drawing(self) -> bool:
+        return self.asked is not None
 
     def complete(self) -> Rollout:
         """The rollout that `begin` has begun."""
-        prompts, group_size, how = self.pending
-        self.pending = None
+        prompts, group_size, how = self.asked
+        self.asked = None
         with random_numbers(how.generators):
             ids, logprobs = self.engine.complete(prompts.ids, how.sampling, group_size)
         prompt_ids, prompt_mask = left_pad(prompts.ids, how.sampling.pad_id)

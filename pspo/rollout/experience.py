@@ -1,16 +1,12 @@
-"""A rollout with its rewards: what is trained on, at once or, by `Delay`, --rollout.lag rollouts later."""
+"""A rollout with its rewards, and which of its rows have a signal."""
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pspo.config import AlgorithmConfig, RolloutConfig, switches_with
-from pspo.rollout.engine import EngineSampler
-from pspo.rollout.prompts import PromptStream
-from pspo.rollout.sampler import How
+from pspo.config import AlgorithmConfig
 from pspo.rollout.types import Rollout, join
 
 
@@ -101,51 +97,3 @@ def refill(experience: Experience, fresh: Experience, algorithm: AlgorithmConfig
         drawn_rewards=(experience.drawn_rewards or experience.rewards.tolist()) + fresh.rewards.tolist(),
         drawn_tokens=(experience.drawn_tokens or experience.rollout.tokens) + fresh.rollout.tokens,
     )
-
-
-class Delay:
-    """Keeps this rank's rollouts for --rollout.lag, the oldest first.
-
-    Args:
-        stream, how: prompts of the next rollout, and how it is drawn, for an engine.
-        engine: draws the next rollout while one is trained on; None if nothing is drawn ahead.
-    """
-
-    per_rank = True
-
-    def __init__(
-        self, config: RolloutConfig, stream: PromptStream, how: How, engine: EngineSampler | None = None
-    ) -> None:
-        self.config = config
-        self.stream = stream
-        self.how = how
-        self.engine = engine
-        self.waiting: deque[Experience] = deque()
-
-    def push(self, experience: Experience) -> Experience | None:
-        """Keep a rollout and have the next one drawn ahead; return the one that is due, if any."""
-        self.waiting.append(experience)
-        pending = 0
-        if self.engine is not None:
-            _, prompts = self.stream.peek(self.config.prompts)
-            self.engine.begin(prompts, self.config.group_size, self.how)
-            pending = 1
-        return self.waiting.popleft() if len(self.waiting) + pending > self.config.lag else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The rollouts, after waiting for the one that is being drawn ahead."""
-        prefetched = None
-        if self.engine is not None:
-            self.engine.collect()
-            prefetched = self.engine.prefetched
-        return {"waiting": list(self.waiting), "prefetched": prefetched}
-
-    def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any] | None:
-        """A parent's rollouts, if nothing has changed that may ask for different ones."""
-        harmless = switches_with("free") | switches_with("may grow") | {"run.fork_from"}
-        return None if changes.keys() - harmless else state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.waiting = deque(state["waiting"])
-        if self.engine is not None:
-            self.engine.prefetched = state["prefetched"]

@@ -121,6 +121,12 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.texts)
 
+    def is_of(self, prompts: Sequence[Sequence[int]]) -> bool:
+        """True if the rows complete these encoded prompts, each equally often."""
+        group_size = len(self) // len(prompts)
+        firsts = zip(self.prompt_ids[::group_size], self.prompt_mask[::group_size], strict=True)
+        return [ids[mask].tolist() for ids, mask in firsts] == [list(prompt) for prompt in prompts]
+
     def rows(self, indices: Tensor) -> "Rollout":
         """The rows at ``indices`` (b,) int64, without the columns that are padding in all of them."""
         first = self.prompt_mask.shape[1] - int(self.prompt_mask[indices].sum(dim=1).max())
@@ -189,11 +195,13 @@ class Rollout:
 
 
 def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
-    """The rows of all rollouts, one after the other."""
+    """The rows of all rollouts, one after the other; ValueError if one lacks what another has."""
     width = max(part.prompt_ids.shape[1] for part in parts)
     joined = {}
     for name, value in vars(parts[0]).items():
         values = [getattr(part, name) for part in parts]
+        if any((other is None) != (value is None) for other in values):
+            raise ValueError(f"cannot join rollouts with and without {name}")
         filler = pad_id if name.endswith("_ids") else 0
         if isinstance(value, Nucleus):
             joined[name] = Nucleus.join(values)

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +17,12 @@ from pspo.errors import Stopped
 from pspo.model import load_tokenizer
 from pspo.model.device import choose_threads, peak_memory_gb
 from pspo.model.find import token_ids
-from pspo.rollout import Experience, How, PolicySampler, Prompts, PromptStream, make_sampling
+from pspo.rollout import Experience, How, PolicySampler, Prompts, PromptStream, Sampler, make_sampling
 from pspo.rollout.engine import Engine, find_engine, start_engine
-from pspo.rollout.experience import Delay
 from pspo.rollout.generators import Generators, random_numbers
 from pspo.rollout.prompts import load_splits
 from pspo.rollout.sampler import check_decoding
+from pspo.rollout.source import make_source
 from pspo.run.card import model_card
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.endings import fail_together
@@ -32,6 +33,7 @@ from pspo.run.validator import Validator
 from pspo.signals import StopSignals
 from pspo.tasks.environment import load_class
 from pspo.tasks.failures import undo_changes
+from pspo.update import drawn_logprobs, keep_logprobs
 from pspo.update.learner import check_reference, make_learner
 
 
@@ -71,7 +73,7 @@ class Run:
     Attributes:
         settings: the configuration as ``config.yaml`` has it.
         how: how the sampler draws rollouts.
-        delay: None without --rollout.lag.
+        source: draws the rollouts that are trained on.
         resources: closed with the run: the folder's lock, the engine.
         on_rollout: called with each rollout and the metrics of its optimizer steps.
     """
@@ -93,46 +95,42 @@ class Run:
             self.learner = make_learner(config, device)
         choose_threads(self.learner.policy)
         self.how = make_how(config, inputs, self.learner.policy, self.generators)
-        self.stream = PromptStream(inputs.prompts["train"], config)
-        self.delay = None
-        self.make_sampler(inputs)
+        sampler = self.make_sampler(inputs)
         self.recorder = Recorder(config, self.learner, inputs.tokenizer, inputs.prompts["train"], output)
-        self.validator = Validator(config, self.sampler, self.how, self.recorder, inputs.prompts)
+        self.validator = Validator(config, sampler, self.how, self.recorder, inputs.prompts)
+        stream = PromptStream(inputs.prompts["train"], config)
+        keep = partial(keep_logprobs, self.learner, config=config)
+        drawn = partial(drawn_logprobs, self.learner, config=config)
+        failures = self.recorder.failures
+        self.source = make_source(config, stream, sampler, self.how, self.learner, self.phase, keep, drawn, failures)
         self.checkpointer = Checkpointer(config, self.parts(), output)
 
-    def make_sampler(self, inputs: Inputs) -> None:
-        """Make what draws (the policy, an engine, an environment around either), and the delay of --rollout.lag."""
+    def make_sampler(self, inputs: Inputs) -> Sampler:
+        """What draws: the policy, an engine, an environment around either."""
         config = self.config
         policy = self.learner.policy
-        engine = None
-        by_model = PolicySampler(inputs.tokenizer, config.model.autocast, self.signals)
+        sampler = by_model = PolicySampler(inputs.tokenizer, config.model.autocast, self.signals)
         if inputs.engine is not None:
             self.resources.callback(inputs.engine.close)
             if config.draws_ahead:
                 leave_cores_to_engine(policy.device)
-            engine = start_engine(inputs.engine, config, self.learner, by_model, inputs.prompts, self.how)
-        self.sampler = engine or by_model
+            sampler = start_engine(inputs.engine, config, self.learner, by_model, inputs.prompts, self.how)
         if inputs.make_environment is not None:
-            self.sampler = EnvironmentSampler(self.sampler, inputs.make_environment, inputs.tokenizer, policy.config)
-        if config.rollout.lag > 0:
-            self.delay = Delay(config.rollout, self.stream, self.how, engine if config.draws_ahead else None)
+            sampler = EnvironmentSampler(sampler, inputs.make_environment, inputs.tokenizer, policy.config)
+        return sampler
 
     def parts(self) -> dict[str, Any]:
         """What a checkpoint holds the states of, by name."""
         parts = {
-            "stream": self.stream,
+            "stream": self.source.stream,
             "learner": self.learner,
             "validator": self.validator,
             "recorder": self.recorder,
-            "delay": self.delay,  # before the generators: its state waits for what is drawn ahead
+            "delay": self.source,  # before the generators: its state waits for what is drawn ahead
             "generators": self.generators,
             "algorithm.surrogate": self.config.algorithm.surrogate,
         }
         return parts | {f"algorithm.terms.{i}": term for i, term in enumerate(self.config.algorithm.loss_terms)}
-
-    def gathered_weights(self) -> contextlib.AbstractContextManager[None]:
-        """A context around each draw, in which a sharded policy that draws has all its weights."""
-        return dist.unsharded(self.how.model)
 
     def start(self) -> None:
         """Start tracker and progress bar; test and validate the model, unless that is done."""
