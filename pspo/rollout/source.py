@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,9 +114,13 @@ class Now:
         with self.phase("reward"):
             if callable(estimator) or estimator == "gdpo":
                 problems = self.stream.problems(experience.prompt_indices)
-                advantages = estimate_advantages(
-                    experience, estimator, group_size, problems, self.config.reward.weights
-                )
+                weights = self.config.reward.weights
+                with self.learner.reference_model() as reference:
+                    computed = {}
+                    if reference is not None:
+                        logprobs = partial(self.drawn_logprobs, experience.rollout, reference)
+                        computed = {"reference": lambda: reference, "reference_logprobs": logprobs}
+                    advantages = estimate_advantages(experience, estimator, group_size, problems, weights, computed)
             else:
                 advantages = group_relative_advantages(experience.rewards.float(), group_size, estimator)
         return replace(experience, advantages=advantages)
