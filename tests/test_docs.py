@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 COMMAND = re.compile(
-    r"(?:-m pspo\.(train|evaluate)|(?<![\w.-])pspo (train|evaluate|export|view|report|sweep|compare|plan|serve))"
+    r"(?:-m pspo\.(train|evaluate)|(?<![\w.-])pspo (train|evaluate|export|view|report|sweep|compare|serve))"
     r"(?= |$)([^\n]*)",
     re.MULTILINE,
 )
@@ -116,7 +116,7 @@ def switches_of(config_class: type, prefix: str = "") -> set[str]:
 @pytest.mark.parametrize("page", TEXTS)
 def test_what_a_page_names_exists(page):
     known = switches_of(TrainConfig) | switches_of(EvaluateConfig)
-    pieces = ("algorithm.surrogate.", "algorithm.advantages.", "experiments.", "plan.")  # whose arguments are open
+    pieces = ("algorithm.surrogate.", "algorithm.advantages.", "experiments.")  # whose arguments are open
     for switch in re.findall(r"--([a-z]+\.[a-z_0-9.]*\w)", TEXTS[page]):
         assert switch in known or switch.startswith(pieces), switch
     for path in re.findall(r"`((?:pspo|pspo_lab|pspo_vllm|tests|configs|benchmarks|scripts)/[\w./+-]+)`", TEXTS[page]):

@@ -276,6 +276,9 @@ def test_a_call_leaves_the_process_as_it_was(here, monkeypatch, request):
     for name in ("OMP_NUM_THREADS", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("TRANSFORMERS_SDPA_FORCE_GQA", raising=False)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    torch.manual_seed(1)
     within = []
     before = process_state()
     call = {"data": {"limit": 40}, "rollout": SWITCHES}
