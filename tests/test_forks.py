@@ -158,7 +158,7 @@ def test_another_configuration_removes_nothing_of_a_run_without_a_checkpoint(cap
 )
 def test_a_run_without_a_checkpoint_does_not_block_its_folder(whole, capfd, number, code):
     def action() -> int:
-        before("draw", lambda *_: send(number), nth=1)
+        before("draw", lambda *_: send(number), Now, nth=1)
         return train("out", "--algorithm.epochs=1", "--model.name_or_path=tiny-math", "--run.test_limit=3")
 
     assert forked(action) == code
@@ -203,7 +203,7 @@ def test_a_fork_without_a_change_is_its_parents_continuation(whole_with, lag):
     shutil.rmtree("parent/checkpoints/step-000006")
 
     def start() -> int:
-        before("draw", lambda *_: send(signal.SIGKILL), nth=1)
+        before("draw", lambda *_: send(signal.SIGKILL), Now, nth=1)
         return train("again", *switches, "--run.fork_from=parent")
 
     assert forked(start) == -signal.SIGKILL
@@ -266,7 +266,7 @@ def test_a_fork_begins_with_a_rollout_of_its_own_and_its_own_limit_of_memory(her
     """The parent was stopped in a validation, and drew four rows at a time once memory had run out."""
 
     def action() -> int:
-        before("draw", lambda run: setattr(run.generators, "max_rows", 4))
+        before("draw", lambda source: setattr(source.how.generators, "max_rows", 4), Now)
         before("validate", lambda *_: send(signal.SIGTERM), Validator, nth=2)
         return train("stopped")
 

@@ -19,7 +19,7 @@ import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 from pspo import distributed as dist
 from pspo.rollout.engine import EngineError, EngineSampler
-from pspo.rollout.source import Ahead
+from pspo.rollout.source import Ahead, Now
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import checkpoints
 from pspo.train import main
@@ -117,7 +117,7 @@ def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exac
 
     def fault() -> None:
         if os.environ["RANK"] == "1":
-            before(function, lambda *_: send(number), nth=2)
+            before(function, lambda *_: send(number), Now if function == "draw" else pspo.train, nth=2)
 
     codes = train(output, strategy, *args, fault=fault)
     if number == signal.SIGTERM:
