@@ -342,7 +342,7 @@ def bad_input(tmp_path_factory) -> Path:
     [
         ("model.name_or_path=runs/my-run/best", "--model.name_or_path"),  # no hub id has two slashes
         ("model.name_or_path=./cut", "--model.name_or_path"),
-        ("model.name_or_path=./image data.system_prompt=<image>", "do not include '<image>' (id 559): take it out"),
+        ("model.name_or_path=./image data.system_prompt=<image>", "do not include '<image>' (id 559): resize"),
         ("data.name=file data.path=columns", "--data.columns"),
         ("{draw}.max_completion_tokens=600", "max_completion_tokens must be below 512"),
     ],

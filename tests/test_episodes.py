@@ -567,7 +567,7 @@ def test_a_reset_that_gives_two_prompts_is_refused(tokenizer, sampling, sums, mo
 def test_an_observation_with_a_token_that_the_model_does_not_have_is_refused(tokenizer, sampling):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens("<image>")
-    with pytest.raises(ValueError, match=r"do not include '<image>' \(id 559\): take it out"):
+    with pytest.raises(ValueError, match=r"do not include '<image>' \(id 559\): resize the model"):
         play(tokenizer, sampling, ["7|"], ["8|"], group_size=1, environment=ShowsAnImage)
 
 

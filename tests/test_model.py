@@ -133,7 +133,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(tokenizer, tiny_model):
     tokenizer.add_tokens(["<image>", "<pad>"])  # as Gemma 3 1B's, which no prompt holds
     assert pad_token_id(model, tokenizer) < size
     check_token_ids(model.config, tokenizer, [[1], [size - 1, 2]])
-    with refused(rf"^--model.name_or_path: the model's {size} tokens do not include '<image>' \(id {size}\): take"):
+    with refused(rf"^--model.name_or_path: the model's {size} tokens do not include '<image>' \(id {size}\): resize"):
         check_token_ids(model.config, tokenizer, [[1], [2, size, 3]])
     tokenizer.pad_token = "<pad>"
     with refused(rf"do not include '<pad>' \(id {size + 1}\): name another pad_token"):
