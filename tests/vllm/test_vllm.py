@@ -253,7 +253,7 @@ def test_no_completion_is_drawn_by_two_versions(vllm_servers, prompts):
         sampler.begin(prompts, 16, how)
         until(lambda: sum(server.begun for server in vllm_servers) == before + 128)  # takes seconds from here on
         intruder.push(other, 0)
-        drawn = sampler.draw(prompts, 16, how)
+        drawn = sampler.complete()
         errors = drawn.sampler_logprobs - token_logprobs(mine, *drawn.token_ids, how.sampling.temperature)
         assert errors.abs().max() < 1e-4
         assert {server.version for server in vllm_servers} == {intruder.version}
