@@ -458,7 +458,7 @@ def test_chats_are_prompts(tmp_path, suffix):
         ("a.csv", "prompt,answer\np,1\nq,1,234\n", ["line 3", "columns"]),
         ("a.csv", "prompt,answer\np,1\nq\n", ["line 3 has 1 cells, and the header 2 columns"]),
         ("a.csv", "prompt,answer,answer\np,1,2\n", ["'answer' is there twice"]),
-        ("a.parquet", [pyarrow.array(["p"]), pyarrow.array([1]), pyarrow.array([2])], ["'answer' is there twice"]),
+        ("a.parquet", [["p"], [1], [2]], ["'answer' is there twice"]),
         ("a.parquet", "not parquet", []),
         ("a.jsonl.gz", "not compressed", []),
     ],
