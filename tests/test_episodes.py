@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shutil
+import signal
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from pspo.cli.files import read_jsonl
 from pspo.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.environments.episodes import observation_ids
-from pspo.environments.tools import call_form, check_calls, parse_calls, write_calls
+from pspo.environments.tools import check_calls, parse_calls, write_calls
 from pspo.errors import RewardError, Stopped
 from pspo.model import ASSETS, load_model_config, load_policy, load_tokenizer
 from pspo.model.chat import completion_texts, encode, render_prompts
@@ -351,9 +352,6 @@ RESPONSES = {"start_anchor": "<|im_start|>assistant\n", "fields": {"tool_calls":
     ("qwen3", "<tool_call>" + "9" * 100_000, []), ("qwen3", '<tool_call>{"name": 1, "arguments": {}}</tool_call>', []),
     ("qwen3", CALL.replace('{"a": [1, "x"]}', json.dumps(QUOTED)), [("f", QUOTED)]),
     ("qwen3", CALL.replace('{"a": [1, "x"]}', json.dumps('{"a": [1, "x"]}')), [F]),
-    ("qwen3", CALL.replace('{"a": [1, "x"]}', '""'), [("f", {})]),
-    ("qwen3", CALL.replace('{"a": [1, "x"]}', "null"), [("f", {})]),
-    ("qwen3", CALL.replace(', "arguments": {"a": [1, "x"]}', ""), [("f", {})]),
     ("qwen3", CALL.replace('{"a": [1, "x"]}', '"a"'), []), ("qwen3", CALL.replace('{"a": [1, "x"]}', "[1]"), []),
     ("qwen3", CALL + "<tool_call>" * 50_000, [F]), ("qwen3", CALL + '<tool_call>["\\"' * 50_000, [F]),
     ("llama", CALL[12:].replace("arguments", "parameters"), [F]), ("llama", "no call", []), ("own", CALL, []),
@@ -409,10 +407,6 @@ FORMS = {  # what stands before all calls, for each, and behind all, in the temp
         "", f"\n<tool_call>{{{{ f.name }}}}{ITEMS}\n<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{VALUE}</arg_value>"
         "{% endfor %}\n</tool_call>", "",
     ),
-    "minimax": (
-        "\n<minimax:tool_call>", f'\n<invoke name="{{{{ f.name }}}}">{ITEMS}\n<parameter name="{{{{ k }}}}">{VALUE}'
-        "</parameter>{% endfor %}\n</invoke>", "\n</minimax:tool_call>",
-    ),
     "deepseek 3": (
         "<｜tool▁calls▁begin｜>", "{{ '\\n' if not loop.first }}<｜tool▁call▁begin｜>{{ call.type }}<｜tool▁sep｜>"
         "{{ f.name }}\n```json\n{{ '' + f.arguments }}\n```<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
@@ -431,10 +425,6 @@ FORMS = {  # what stands before all calls, for each, and behind all, in the temp
     ),
     "arguments as text": ("", f"<tool_call>{JSON.replace('tojson', 'tojson | tojson')}</tool_call>", ""),
     "the whole call": ("<tool_calls>", "{{ call | tojson }}", "</tool_calls>"),
-    "command a": (
-        "<|START_ACTION|>[", '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", "parameters": '
-        f"{{{{ f.arguments | tojson }}}}}}{NEXT}", "]<|END_ACTION|>",
-    ),
 }  # fmt: skip
 SEARCHES = [
     ("search", {"query": "7", "limit": 7, "exact": True, "words": ["a", {"b": 1.5}], "options": {"c": [], "d": "e"}}),
@@ -457,20 +447,12 @@ def test_calls_that_a_template_writes_are_read_back(tokenizer, family):
             assert parse_calls(tokenizer, text.replace("\n", ""), Searches.tools) == calls
         for cut in range(len(text)):  # whatever is cut off, no call is made up
             assert parse_calls(tokenizer, text[:cut], Searches.tools) in (calls, calls[:1], [])
-    form = call_form(tokenizer, tokenizer.chat_template)
+    opening = text[: text.index("search")]
     start = time.process_time()
-    for unit in (
-        form.opening,
-        f"{form.opening}search",
-        text[: len(text) // 2],
-        text.replace("}", ""),
-        "[(",
-        "(a=",
-        "a(a='",
-    ):
-        for n in (50_000 // (len(unit) or 1), 1):
+    for unit in (opening, f"{opening}search", text[: len(text) // 2], text.replace("}", ""), "[(", "(a=", "a(a='"):
+        for n in (50_000 // len(unit), 1):
             parse_calls(tokenizer, (unit * n) + "9" * 5_000, Searches.tools)
-            parse_calls(tokenizer, form.opening + "search(a=" + unit * n, Searches.tools)
+            parse_calls(tokenizer, opening + "search(a=" + unit * n, Searches.tools)
     assert time.process_time() - start < 5
 
 
@@ -479,12 +461,12 @@ def test_calls_that_a_template_writes_are_read_back(tokenizer, family):
     [
         ("query='grep -F \"]\" log', limit=-5", {"query": 'grep -F "]" log', "limit": -5}),
         ("query='a\nb', words=[[1], {'k': None}]", {"query": "a\nb", "words": [[1], {"k": None}]}),
-        ("exact=true, from=1.5", {"exact": True, "from": 1.5}), ("query=f(1)", None), ("1, 2", None), ("", {}),
+        ("exact=true, limit=1.5", {"exact": True, "limit": 1.5}), ("query=f(1)", None), ("1, 2", None), ("", {}),
         ("query=__import__('os')", None), ("query='a", None),
     ],
 )  # fmt: skip
 def test_arguments_of_pythonic_calls_are_literals(tokenizer, written, arguments):
-    """Reported for other parsers: brackets and line breaks in texts, negative numbers, words of Python's as names."""
+    """Reported for other parsers: brackets and line breaks in texts, negative numbers."""
     tokenizer = copy.deepcopy(tokenizer)
     begin, each, end = FORMS["llama 4"]
     tokenizer.chat_template = TURNS.replace("OPEN", begin).replace("EACH", each).replace("CLOSE", end)
@@ -496,7 +478,7 @@ def test_arguments_of_pythonic_calls_are_literals(tokenizer, written, arguments)
     ("each", "message"),
     [
         ("<|tool_call>call:{{ f.name }}{a:1}<tool_call|>", r"\(Gemma 4's\) cannot be read back; it writes .*a:1"),
-        ("{{ f.name }}", "cannot be read back; it writes 'search'"), ("", "cannot be read back; it fails: .* no calls"),
+        ("{{ f.name }}", "cannot be read back; it writes .*search"), ("", "cannot be read back; it fails: .* no calls"),
         ("<tool_call>{\"name\": \"{{ f.name }}\", \"arguments\": {}}</tool_call>", r"\(Hermes's\) cannot be read back"),
     ],
 )  # fmt: skip
@@ -550,6 +532,15 @@ def test_few_environments_are_made_at_load_and_each_is_closed_once(tokenizer, sa
     with contextlib.nullcontext() if raised is None else pytest.raises(raised):
         sampler.draw(prompts.take([3, 4]), 2, How(sampling))
     assert [each.closed for each in Opens.objects] == [1] * 6
+
+
+def test_a_signal_to_an_evaluation_closes_its_environments(here, monkeypatch):
+    monkeypatch.setattr(Opens, "objects", [])
+    monkeypatch.setattr(Opens, "step", lambda *_: signal.raise_signal(signal.SIGTERM) or ("", 0.0, False))
+    switches = ["--data.limit=1", "--eval.environment=test_episodes.Opens", "--run.output_dir=out"]
+    with pytest.raises(SystemExit, match="75"):
+        pspo.evaluate.__main__.main(switches)
+    assert [each.closed for each in Opens.objects] == [1] * 4  # three at load
 
 
 def test_a_reset_that_gives_two_prompts_is_refused(tokenizer, sampling, sums, monkeypatch):

@@ -64,35 +64,28 @@ class EnvironmentSampler:
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
         """Play ``group_size`` episodes of each problem, turn by turn; `Environment.reset` gave the encoded prompts."""
         with contextlib.ExitStack() as stack:
-            return self.play_episodes(prompts, group_size, how, stack)
-
-    def play_episodes(self, prompts: Prompts, group_size: int, how: How, stack: contextlib.ExitStack) -> Rollout:
-        """The rollout; the stack closes its environments."""
-        episodes = []
-        for i, problem in enumerate(prompts.problems):
-            for _ in range(group_size):
-                environment = open_environment(self.make_environment, stack)
-                reset_environment(environment, problem, prompts.texts[i] if prompts.texts else None)
-                episodes.append(Episode(environment, problem, prompts.ids[i]))
-        max_turns = getattr(episodes[0].environment, "max_turns", MAX_TURNS)
-        first_turns = self.turns.draw(prompts, group_size, how)
-        live = self.play(episodes, first_turns, how.sampling, is_last=max_turns == 1)
-        for turn in range(2, max_turns + 1):
-            if not live:
-                break
-            room = how.sampling.max_completion_tokens - min(len(episode.ids) for episode in live)
-            shorter = replace(how, sampling=replace(how.sampling, max_completion_tokens=room))
-            contexts = [episode.prompt_ids + episode.ids for episode in live]
-            check_token_ids(self.model_config, self.tokenizer, contexts)  # an observation may hold any token
-            turns = self.turns.draw(Prompts([episode.problem for episode in live], contexts), 1, shorter)
-            live = self.play(live, turns, how.sampling, is_last=turn == max_turns)
+            episodes = []
+            for i, problem in enumerate(prompts.problems):
+                for _ in range(group_size):
+                    environment = open_environment(self.make_environment, stack)
+                    reset_environment(environment, problem, prompts.texts[i] if prompts.texts else None)
+                    episodes.append(Episode(environment, problem, prompts.ids[i]))
+            max_turns = getattr(episodes[0].environment, "max_turns", MAX_TURNS)
+            first_turns = self.turns.draw(prompts, group_size, how)
+            live = self.play(episodes, first_turns, how.sampling, is_last=max_turns == 1)
+            for turn in range(2, max_turns + 1):
+                if not live:
+                    break
+                room = how.sampling.max_completion_tokens - min(len(episode.ids) for episode in live)
+                shorter = replace(how, sampling=replace(how.sampling, max_completion_tokens=room))
+                contexts = [episode.prompt_ids + episode.ids for episode in live]
+                check_token_ids(self.model_config, self.tokenizer, contexts)  # an observation may hold any token
+                turns = self.turns.draw(Prompts([episode.problem for episode in live], contexts), 1, shorter)
+                live = self.play(live, turns, how.sampling, is_last=turn == max_turns)
         return episodes_to_rollout(first_turns, episodes, how.sampling.pad_id)
 
     def play(self, episodes: list[Episode], rollout: Rollout, sampling: Sampling, is_last: bool) -> list[Episode]:
-        """Append the turns that the model drew, and observations; returns the episodes that have another turn.
-
-        An episode without room for the observation and a token after it is over.
-        """
+        """Append the turns drawn, and observations; returns the episodes with room for another turn."""
         limit = sampling.max_completion_tokens
         live = []
         for i, episode in enumerate(episodes):
@@ -126,8 +119,8 @@ class EnvironmentSampler:
             observation, reward, is_done = environment.step(text, *calls)
         number = finite_number(reward)
         if number is None:
-            name = type(environment).__name__
-            raise RewardError(f"{name}.step returned {reprlib.repr(reward)} as reward; it must be a finite number")
+            what = f"{type(environment).__name__}.step returned {reprlib.repr(reward)} as reward"
+            raise RewardError(f"{what}; it must be a finite number")
         episode.text = text
         episode.reward += number
         return observation, bool(is_done)

@@ -1,15 +1,13 @@
 """Read the tool calls in a turn of the model, in the form that its chat template writes.
 
-The form is learnt from what the template writes for calls that are known, and `check_calls` refuses a template whose
-calls are not read back as they were put in. There are four:
-
     objects    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>      Hermes, Qwen3, Llama 3, Mistral, Phi-4
     named      [TOOL_CALLS]f[ARGS]{"a": 1}                                      Mistral from v11 on, DeepSeek V3
     tagged     <tool_call><function=f><parameter=a>1</parameter> ...            Qwen3-Coder, GLM 4.5, Nemotron 3
     pythonic   [f(a=1, b='x'), g()]                                             Llama 4, LFM2, Gemma
 
-A tokenizer's own response template goes before these. What the model writes is hostile: reading takes time linear in
-the text and raises nothing.
+The form of a template is the one that reads a known call back; `check_calls` refuses templates whose calls are not read
+back as they were put in. A tokenizer's own response template goes before these. What the model writes is hostile:
+reading takes time linear in the text and raises nothing.
 """
 
 import ast
@@ -25,19 +23,19 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from pspo.model.chat import special_pattern
 from pspo.tasks.answers import after_thoughts
 from pspo.tasks.environment import MakeEnvironment, open_environment
 
 Call = tuple[str, dict[str, Any]]  # a tool's name, and its arguments
 CALL_ID = "call00000"  # nine letters and digits, as Mistral's templates demand
-MAX_CALLS = 1000  # in a turn: each that is refused costs a pass over the turn
-BLANKS = re.compile(r"\s*+")
-SEPARATOR = re.compile(r"\s*+[;,]?\s*+")  # of Llama 3's calls
-TOOL = r"(?P<tool>[\w.:/-]{1,200}+)"
-WORDS = "\ufdd2"  # of the model, before its calls
+MAX_CALLS = 100  # in a turn: each that is refused costs a pass over the turn
+SEPARATOR = re.compile(r"[\s;,]*+")  # of JSON objects, such as Llama 3's calls
+TOOL = r"\s*+(?P<tool>[\w.:/-]{1,200}+)"
+KEY = r"(?P<key>[\w.-]{1,200}+)"
+WORDS = "\ufdd2"  # of the model
 PROBE = ("a_tool", {"an_argument": "a_value", "another_one": "other_value"})
-PYTHON_TOKEN = re.compile(r"""(?s)"(?:[^"\\]++|\\.)*+"|'(?:[^'\\]++|\\.)*+'|[\[({]|[\])}]|,|[^"'\[\](){},]++""")
+JSON_WORDS = {"true": True, "false": False, "null": None}
+NOT_PYTHON = (ValueError, SyntaxError, AttributeError, TypeError, RecursionError, MemoryError)
 FAMILIES = {  # by what their templates write
     "<|channel|>": "gpt-oss", "<|tool_call>": "Gemma 4", "<start_function_call>": "FunctionGemma",
     "<|tool_calls_section_begin|>": "Kimi K2", "｜DSML｜": "DeepSeek V3.2", "<｜tool▁call▁begin｜>": "DeepSeek V3",
@@ -47,220 +45,148 @@ FAMILIES = {  # by what their templates write
 
 
 class CallForm(NamedTuple):
-    """How a chat template writes calls.
+    """How chat templates write calls.
 
     Attributes:
-        kind: objects, named, tagged or pythonic.
-        opening: text before each call, "" if it stands alone.
-        name, arguments: of objects, keys of the tool's name and of its arguments.
-        middle: pattern between the tool's name and its arguments.
-        key, value, end: of tagged arguments, texts before the key, before the value and behind it.
-        close: what follows the last of them.
+        head: pattern of what stands before a call's JSON or first argument; named and tagged calls have `tool` in it.
+        arguments: of objects, the key of the arguments.
+        argument: of tagged calls, pattern of an argument with its `key` and `value`.
+        close: of tagged calls, what follows the last argument.
     """
 
-    kind: str
-    opening: str
-    name: str = ""
+    head: str
     arguments: str = ""
-    middle: str = ""
-    key: str = ""
-    value: str = ""
-    end: str = ""
+    argument: str = ""
     close: str = ""
 
 
-def parse_calls(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any] | None = None) -> list[Call]:
-    """The calls in a turn of the model, after its thoughts; what is no call in the template's form is skipped.
+PYTHONIC = CallForm(r"\[(?=\s*+[\w.]++\()")
+FORMS = (  # objects are not here: what stands before them is read from the template
+    CallForm(rf"\[TOOL_CALLS\]{TOOL}(?:\[CALL_ID\]\w++)?\[ARGS\]"),
+    CallForm(rf"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?{TOOL}(?:\s*+```json|<｜tool▁sep｜>)"),
+    CallForm(rf"<function={TOOL}>", "", rf"\s*+<parameter={KEY}>\n?(?P<value>.*?)\n?</parameter>", "</function>"),
+    CallForm(
+        rf"<tool_call>{TOOL}", "", rf"\s*+<arg_key>{KEY}</arg_key>\s*+<arg_value>(?P<value>.*?)</arg_value>",
+        "</tool_call>",
+    ),
+    PYTHONIC,
+)  # fmt: skip
 
-    Arguments may be an object, a text that is one, or left out.
-    """
+
+def parse_calls(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any] | None = None) -> list[Call]:
+    """The calls in a turn of the model, after its thoughts; what is no call in the template's form is skipped."""
     text = after_thoughts(text)
-    form = CallForm("objects", "call", "name", "arguments")
     try:  # the tokenizer's own response template, which refuses a turn with one bad call, or is not there
-        objects = [call["function"] for call in tokenizer.parse_response(text, prefix="", tools=tools)["tool_calls"]]
+        objects = tokenizer.parse_response(text, prefix="", tools=tools)["tool_calls"]
+        return [call for call in (object_call(each, "arguments") for each in objects) if call is not None]
     except Exception:
         form = call_form(tokenizer, str(tokenizer.chat_template))
-        if form is None:
-            return []
-        if form.kind == "named":
-            return list(read_named(text, form))
-        if form.kind == "tagged":
-            return list(read_tagged(text, form, argument_types(tools)))
-        if form.kind == "pythonic":
-            return list(read_pythonic(text, form))
-        objects = read_objects(tokenizer, text, form)
-    calls = []
-    for call in objects:
-        with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):
-            arguments = call[form.arguments] if len(call) > 1 or not form.opening else {}
-            arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
-            if isinstance(call[form.name], str) and isinstance(arguments, dict):
-                calls.append((call[form.name], arguments))
-    return calls
+        return [] if form is None else list(read_calls(text, form, tools))
 
 
-def read_json(text: str, start: int) -> tuple[Any, int]:
-    """The JSON that begins here, after blanks, and where it ends; None and ``start`` if there is none."""
+def read_calls(text: str, form: CallForm, tools: list[Any] | None) -> Iterator[Call]:
+    """Yield the calls of a form in a text."""
+    if form is PYTHONIC:
+        yield from read_pythonic(text)
+        return
+    schemas = argument_schemas(tools) if form.argument else {}
+    end = 0
+    for _ in range(MAX_CALLS):
+        match = re.compile(form.head).search(text, end)
+        if match is None:
+            break
+        if form.argument:
+            arguments, end = read_tagged(text, match.end(), form, schemas.get(match["tool"], {}))
+            if text.startswith(form.close, SEPARATOR.match(text, end).end()):
+                yield match["tool"], arguments
+            continue
+        values, end = read_json(text, match.end())
+        if form.arguments:
+            yield from (call for call in (object_call(value, form.arguments) for value in values) if call is not None)
+        elif values and isinstance(values[0], dict):
+            yield match["tool"], values[0]
+
+
+def read_json(text: str, start: int) -> tuple[list[Any], int]:
+    """The JSON values that begin here, those of a list one by one; and where the last one ends."""
+    values = []
     with contextlib.suppress(ValueError, RecursionError):
-        return json.JSONDecoder().raw_decode(text, BLANKS.match(text, start).end())
-    return None, start
+        while True:
+            value, start = json.JSONDecoder().raw_decode(text, SEPARATOR.match(text, start).end())
+            values += value if isinstance(value, list) else [value]
+    return values, start
 
 
-def read_objects(tokenizer: PreTrainedTokenizerBase, text: str, form: CallForm) -> Iterator[Any]:
-    """Yield the JSON objects behind each opening; lists are taken apart, and of nested objects it is the one named."""
-    if not form.opening:  # Llama 3.1 begins calls with a special token that its template does not write
-        text = special_pattern(tokenizer).sub("", text)
-    start = text.find(form.opening) + len(form.opening)
-    for _ in range(MAX_CALLS):
-        if start < len(form.opening):
-            break
-        value, end = read_json(text, start)
-        for part in value if isinstance(value, list) else [value]:
-            nested = [part, *part.values()] if isinstance(part, dict) else [part]
-            yield next((each for each in nested if isinstance(each, dict) and form.name in each), part)
-        start = SEPARATOR.match(text, end).end()
-        if value is None or not text.startswith("{", start):  # behind the call, whose texts hold no calls
-            start = (text.find(form.opening, end) if form.opening else -1) + len(form.opening)
+def object_call(value: Any, key: str) -> Call | None:
+    """The call in a JSON object, or in its "function"; arguments may be a text that is JSON."""
+    value = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    arguments = value.get(key)
+    if isinstance(arguments, str):
+        arguments = next(iter(read_json(arguments, 0)[0]), None)
+    is_call = isinstance(value.get("name"), str) and isinstance(arguments, dict)
+    return (value["name"], arguments) if is_call else None
 
 
-def blank_tolerant(text: str) -> str:
-    """Pattern of a text, with any white space where it has some."""
-    return r"\s*+".join(map(re.escape, text.split()))
+class JsonWords(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(JSON_WORDS[node.id]) if node.id in JSON_WORDS else node
 
 
-def read_named(text: str, form: CallForm) -> Iterator[Call]:
-    """Yield calls whose tool's name stands before the JSON of their arguments."""
-    head = re.compile(rf"{blank_tolerant(form.opening)}\s*+{TOOL}{form.middle}")
-    match = head.search(text)
-    for _ in range(MAX_CALLS):
-        if match is None:
-            break
-        value, end = read_json(text, match.end())
-        if isinstance(value, dict):
-            yield match["tool"], value
-        match = head.search(text, max(end, match.end()))
+def read_literal(tree: ast.AST) -> Any:
+    """The value of a literal of Python or JSON; nothing is evaluated, and other code is a ValueError."""
+    return ast.literal_eval(JsonWords().visit(tree))
 
 
-def read_tagged(text: str, form: CallForm, types: dict[str, dict[str, set[str]]]) -> Iterator[Call]:
-    """Yield calls whose arguments stand between tags, as texts: the tools' schemas say which are none."""
-    head = re.compile(rf"{blank_tolerant(form.opening)}\s*+{TOOL}{form.middle}")
-    key = re.compile(rf"\s*+{blank_tolerant(form.key)}(?P<key>[\w.-]{{1,200}}+){blank_tolerant(form.value)}")
-    match = head.search(text)
-    for _ in range(MAX_CALLS):
-        if match is None:
-            break
-        name = match["tool"]
-        arguments = {}
-        end = match.end()
-        while (match := key.match(text, end)) is not None:
-            stop = text.find(form.end.strip(), match.end())
-            if stop < 0:
-                return
-            value = text[match.end() : stop]
-            value = value.removeprefix("\n") if form.value.endswith("\n") else value
-            value = value.removesuffix("\n") if form.end.startswith("\n") else value
-            arguments[match["key"]] = typed_value(value, types.get(name, {}).get(match["key"], set()))
-            end = stop + len(form.end.strip())
-        if text.startswith(form.close, BLANKS.match(text, end).end()):
-            yield name, arguments
-        match = head.search(text, end)
+def read_tagged(text: str, start: int, form: CallForm, schemas: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """Arguments between tags, and where they end: texts where their schema has texts, else literals if they are."""
+    arguments = {}
+    pattern = re.compile(form.argument, re.DOTALL)
+    while (match := pattern.match(text, start)) is not None:
+        value = match["value"]
+        if not takes_text(schemas.get(match["key"], {})):
+            with contextlib.suppress(*NOT_PYTHON):
+                value = read_literal(ast.parse(value.strip(), mode="eval"))
+        arguments[match["key"]] = value
+        start = match.end()
+    return arguments, start
 
 
-def read_pythonic(text: str, form: CallForm) -> Iterator[Call]:
-    """Yield calls that are written as Python's, with keyword arguments alone."""
-    head = re.compile(rf"\s*+,?\s*+{TOOL}\(")
-    start = text.find(form.opening)
-    for _ in range(MAX_CALLS):
-        if start < 0:
-            break
-        match = head.match(text, start + len(form.opening))
-        while match is not None:
-            pieces, end = split_arguments(text, match.end())
-            if pieces is None:
-                return
-            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-                pairs = [piece.split("=", 1) for piece in pieces]
-                yield match["tool"], {key.strip(): python_value(value.strip()) for key, value in pairs}
-            start = end
-            match = head.match(text, end)
-        start = text.find(form.opening, start + 1)
+def read_pythonic(text: str) -> Iterator[Call]:
+    """Yield calls that are written as a list of Python's, with keyword arguments."""
+    start = re.search(PYTHONIC.head, text)
+    source = text[start.start() : text.rfind("]") + 1] if start else ""
+    calls = []
+    for written in (source, source.replace("\n", "\\n")):  # some templates write line breaks of texts as they are
+        with warnings.catch_warnings(action="ignore"), contextlib.suppress(*NOT_PYTHON):  # of unknown escapes
+            calls = calls or ast.parse(written, mode="eval").body.elts
+    for call in calls:
+        with contextlib.suppress(*NOT_PYTHON):
+            values = {each.arg: read_literal(each.value) for each in call.keywords}
+            if not call.args:
+                yield ast.unparse(call.func), values
 
 
-def split_arguments(text: str, start: int) -> tuple[list[str] | None, int]:
-    """The arguments up to the `)` of a call, and what follows it; None if there is no such end."""
-    pieces = []
-    depth = 0
-    begin = end = start
-    for token in PYTHON_TOKEN.finditer(text, start):
-        if token.start() != end:  # a quote that is never closed
-            break
-        end = token.end()
-        if token[0] in "[({":
-            depth += 1
-        elif token[0] in "])}":
-            depth -= 1
-        if depth < 0 or (depth == 0 and token[0] == ","):
-            pieces.append(text[begin : token.start()])
-            begin = end
-        if depth < 0:
-            return [piece for piece in pieces if piece.strip()], end
-    return None, end
-
-
-def python_value(text: str) -> Any:
-    """A literal of JSON or Python; nothing is evaluated."""
-    with contextlib.suppress(ValueError):
-        return json.loads(text)
-    with warnings.catch_warnings(action="ignore"):  # of unknown escapes
-        try:
-            return ast.literal_eval(text)
-        except SyntaxError:  # LFM2.5's template writes the line breaks of texts as they are
-            return ast.literal_eval(text.replace("\n", "\\n"))
-
-
-def typed_value(text: str, types: set[str]) -> Any:
-    """A value of a tagged argument: a text where its schema has texts, else a literal of JSON or Python, if it is."""
-    if "string" in types and not (text in ("null", "None") and "null" in types):
-        return text
-    with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-        return python_value(text.strip())
-    return text
-
-
-def schemas(tools: list[Any] | None) -> list[dict[str, Any]]:
-    """The JSON schemas of tools that are functions or such schemas."""
-    found = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools or []]
-    return [schema.get("function", schema) for schema in found]
-
-
-def argument_types(tools: list[Any] | None) -> dict[str, dict[str, set[str]]]:
-    """JSON types by tool and argument, {} where a schema says none."""
+def argument_schemas(tools: list[Any] | None) -> dict[str, dict[str, Any]]:
+    """JSON schemas by tool and argument, of tools that are functions or such schemas."""
     found = {}
-    for schema in schemas(tools):
-        arguments = (schema.get("parameters") or {}).get("properties") or {}
-        found[schema["name"]] = {name: schema_types(argument) for name, argument in arguments.items()}
+    for tool in tools or []:
+        schema = tool if isinstance(tool, dict) else get_json_schema(tool)
+        schema = schema.get("function", schema)
+        found[schema["name"]] = (schema.get("parameters") or {}).get("properties") or {}
     return found
 
 
-def schema_types(schema: dict[str, Any]) -> set[str]:
-    named = schema.get("type") or []
-    types = {named} if isinstance(named, str) else {*named}
-    for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        types |= schema_types(choice)
-    if schema.get("nullable"):
-        types.add("null")
-    if any(isinstance(value, str) for value in schema.get("enum", ())):
-        types.add("string")
-    return types
+def takes_text(schema: dict[str, Any]) -> bool:
+    """True if a JSON schema allows texts."""
+    choices = (*schema.get("anyOf", ()), *schema.get("oneOf", ()))
+    has_texts = any(isinstance(value, str) for value in schema.get("enum", ()))
+    return has_texts or "string" in (schema.get("type") or ()) or any(map(takes_text, choices))
 
 
 def tool_call(name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
     return {"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def common_prefix(one: str, other: str) -> str:
-    pairs = zip(one, other, strict=False)
-    return "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def write_calls(tokenizer: PreTrainedTokenizerBase, calls: list[Call]) -> str:
@@ -269,21 +195,17 @@ def write_calls(tokenizer: PreTrainedTokenizerBase, calls: list[Call]) -> str:
     Arguments are an object, or its JSON for a template that takes text, such as DeepSeek V3's.
     """
     template = tokenizer.get_chat_template(tools=[])  # of several, the one for tools
-    turn = {"role": "assistant", "content": WORDS}
     first_error = None
-    for content, is_text in itertools.product((WORDS, None), (False, True)):
+    for content, is_text in itertools.product(("", None), (False, True)):
         turns = [tool_call(name, json.dumps(arguments) if is_text else arguments) for name, arguments in calls]
-        last_turns = (turn, {"role": "assistant", "content": content, "tool_calls": turns})
-        chats = [[{"role": "user", "content": "-"}, last] for last in last_turns]
+        last_turns = ({"content": WORDS}, {"content": content, "tool_calls": turns})
+        chats = [[{"role": "user", "content": "-"}, {"role": "assistant"} | turn] for turn in last_turns]
         try:
             plain, rendered = tokenizer.apply_chat_template(chats, chat_template=template, tokenize=False)
         except Exception as error:  # a template is a program that comes with the model
             first_error = first_error or error
             continue
-        before, _, tail = plain.partition(WORDS)
-        written = rendered.rpartition(WORDS)[2].removesuffix(tail)
-        if WORDS not in rendered or calls[0][0] not in written:  # without the words, or before them
-            written = rendered[len(common_prefix(before, rendered)) :].removesuffix(tail)
+        written = rendered.removeprefix(plain.partition(WORDS)[0].rstrip())
         if calls[0][0] in written:
             return written
     raise first_error or ValueError("it writes no calls")
@@ -293,72 +215,13 @@ def write_calls(tokenizer: PreTrainedTokenizerBase, calls: list[Call]) -> str:
 def call_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallForm | None:
     """The form of calls in the tokenizer's chat template, this text; None if it is none of those that are read."""
     try:
-        one = write_calls(tokenizer, [PROBE])
+        written = write_calls(tokenizer, [PROBE])
     except Exception:  # a template is a program that comes with the model
         return None
-    form, start, end = learn_form(one)
-    if form is None or "<|start|>" in one:  # gpt-oss calls in a turn of its own
-        return None
-    try:
-        two = write_calls(tokenizer, [PROBE, PROBE])
-    except Exception:  # Llama 3.1's allows one call
-        return form
-    _, second, _ = learn_form(two[end:])
-    if second is not None:  # what outer tags stand before the first alone
-        between = two[end : end + second]
-        opening = common_prefix(one[:start][::-1], between[::-1])[::-1]
-        if opening.strip() and len(opening) < start:
-            form = form._replace(opening=opening[max(opening.find("<"), 0) :].strip())
-    return form
-
-
-def learn_form(text: str) -> tuple[CallForm | None, int | None, int]:
-    """The form of the first call of `PROBE` in a text; where its name or object begins, and where its arguments end."""
-    name, arguments = PROBE
-    for brace in re.finditer(r"\{", text):
-        value, end = read_json(text, brace.start())
-        if value == arguments and name in text[: brace.start()]:
-            start = text.rindex(name, 0, brace.start())
-            middle = re.escape(text[start + len(name) : brace.start()].strip()).replace(CALL_ID, r"\w{1,64}+")
-            return CallForm("named", text[:start].strip(), middle=rf"\s*+{middle}"), start, end
-        keys = object_keys(value)
-        if keys is not None:
-            opening = text[: brace.start()].strip().removesuffix("[").rstrip()  # Mistral writes a list of calls
-            return CallForm("objects", opening, *keys), brace.start(), end
-    places = []
-    end = 0
-    for word in (name, *(word for pair in arguments.items() for word in pair)):
-        places.append((text.find(word, end), end := text.find(word, end) + len(word)))
-    if min(start for start, _ in places) < 0:
-        return None, None, 0
-    before_key, value, before_next = (text[places[i][1] : places[i + 1][0]] for i in range(3))
-    start = places[0][0]
-    if before_key.startswith("("):
-        return CallForm("pythonic", text[:start].strip()), start, end
-    key = common_prefix(before_key[::-1], before_next[::-1])[::-1]
-    key = key[max(key.find("<"), 0) :]
-    middle = rf"\s*+{re.escape(before_key.removesuffix(key).strip())}"
-    tag_end = before_next.removesuffix(key)
-    if not (key.strip() and value.strip() and tag_end.strip()):
-        return None, None, 0
-    behind = text[end:].lstrip().removeprefix(tag_end.strip()).lstrip()
-    tags = {"key": key, "value": value, "end": tag_end, "close": behind[: behind.find(">") + 1]}
-    return CallForm("tagged", text[:start].strip(), middle=middle, **tags), start, end
-
-
-def object_keys(value: Any) -> tuple[str, str] | None:
-    """Keys of the tool's name and of its arguments in an object that is the call of `PROBE`, or that holds it."""
-    if not isinstance(value, dict):
-        return None
-    keys = {}
-    for key, part in value.items():
-        with contextlib.suppress(ValueError):
-            part = json.loads(part) if isinstance(part, str) and part.startswith("{") else part
-        for kind in (0, 1):
-            if part == PROBE[kind]:
-                keys[kind] = key
-    nested = (object_keys(part) for part in value.values())
-    return (keys[0], keys[1]) if len(keys) == 2 else next(filter(None, nested), None)
+    opening = written.partition("{")[0].rstrip("[ \n").split()[-1:]
+    head = re.escape(opening[0]) if opening else r"\A\s*+(?:<\|python_tag\|>)?"  # Llama 3.1's token, in no template
+    objects = (CallForm(head, key) for key in ("arguments", "parameters"))
+    return next((form for form in (*objects, *FORMS) if [*read_calls(written, form, None)] == [PROBE]), None)
 
 
 def check_calls(tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment) -> None:
@@ -367,8 +230,8 @@ def check_calls(tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnviro
         tools = getattr(open_environment(make_environment, stack), "tools", None)
     samples = {"integer": 7, "number": 1.5, "boolean": True, "array": ["x", 1], "object": {"k": "x"}}
     calls = []
-    for name, types in argument_types(tools).items():
-        values = {key: next((samples[t] for t in samples if t in kinds), '7 "é"\nx') for key, kinds in types.items()}
+    for name, schemas in argument_schemas(tools).items():
+        values = {key: samples.get(str(schema.get("type")), '7 "é"\nx') for key, schema in schemas.items()}
         calls.append((name, values))
     for several in filter(None, (*([call] for call in calls), calls + calls[:1])):
         try:

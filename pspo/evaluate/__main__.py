@@ -24,7 +24,7 @@ from pspo.cli.parse import parse
 from pspo.cli.terminal import quiet_without_reader
 from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler, check_calls
-from pspo.errors import UserCodeFailed
+from pspo.errors import Stopped, UserCodeFailed
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.statistics import as_text, measure_name, table
 from pspo.model import load_policy, load_tokenizer
@@ -48,6 +48,8 @@ def load_evaluation(
     output = Path(config.run.output_dir)
     dist.run_on_main(lambda: check_folder(output, settings))
     tokenizer = load_tokenizer(config.model, config.data)
+    sampler = PolicySampler(tokenizer, config.model.autocast)
+    resources.enter_context(sampler.signals)
     token_ids(tokenizer, config.eval.stop_tokens or (), "eval.stop_tokens")
     make_environment = load_class(config.eval.environment, "eval.environment")
     most = completion_columns(config.eval.max_completion_tokens, make_environment is not None)
@@ -68,7 +70,6 @@ def load_evaluation(
     )
     sampling = make_sampling(policy, tokenizer, rollout)
     check_decoding(policy, tokenizer, sampling, prompts, config.model.autocast)
-    sampler = PolicySampler(tokenizer, config.model.autocast)
     if make_environment is not None:
         sampler = EnvironmentSampler(sampler, make_environment, tokenizer, policy.config)
     hashes = {"model weights": hash_weights(policy), "problems": prompts.fingerprint()}
@@ -192,7 +193,7 @@ def run(config: EvaluateConfig, settings: files.Settings, resources: contextlib.
             )
     except UserCodeFailed as error:
         raise UserCodeFailed(f"{error}\n\nthe same command resumes {output}") from error.__cause__
-    except KeyboardInterrupt:
+    except (Stopped, KeyboardInterrupt):
         print(f"\nstopped; the same command resumes {output}", file=sys.stderr)
         raise
     if not dist.is_main():

@@ -18,17 +18,14 @@ class Environment(Protocol):
 
     Model output is hostile: an environment must not run what the model writes. What it raises ends the training.
 
-    With an attribute ``tools``, functions or JSON schemas, the chat template shows these to the model, and ``step``
-    gets the calls, [(name, arguments), ...], as its second argument. An attribute ``role`` says whose turns the
-    observations are: "user" without it, "tool" for a tool's answers. ``max_turns`` limits the model's turns: 4
-    without it. A method ``close`` is called once for each object: after its rollout, also one that fails or is stopped.
+    Attributes that it may have: ``tools``, functions or JSON schemas that the chat template shows to the model; then
+    ``step`` gets the calls, [(name, arguments), ...], as its second argument. ``role`` of the observations' turns:
+    "user", or "tool" for a tool's answers. ``max_turns`` of the model: 4. A method ``close`` is called once for each
+    object, after its rollout, also one that fails or is stopped.
     """
 
     def reset(self, problem: Problem) -> str | Messages:
-        """Begin an episode; returns the prompt, the same in every call for a problem: the rows of a group start alike.
-
-        At load few objects are reset for all problems, one after the other.
-        """
+        """Begin an episode; returns the prompt, the same in every call for a problem. An object may be reset again."""
 
     def step(self, text: str, *calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, float, bool]:
         """Answer a turn of the model's: text for the user's next turn, a reward, and true if the episode is over."""
