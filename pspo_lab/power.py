@@ -1,9 +1,11 @@
 """Chance in a comparison, over seeds and over test problems, and the smallest difference that it would detect.
 
 Seeds s = 1..S and problems p = 1..N are two crossed samples, x[s, p] = mean + a[s] + b[p] + e[s, p]. The mean over both
-has the variance var(a) / S + var(b) / N + var(e) / (S N), which the mean squares of the analysis of variance estimate,
-with Satterthwaite's degrees of freedom. Of 2,000 comparisons of a method with itself such a t-test stars 4% to 7%.
-Resampling both (Owen 2007, "The pigeonhole bootstrap") counts var(e) three times and has no t for few seeds: 0% to 14%.
+has the variance var(a) / S + var(b) / N + var(e) / (S N), which the mean squares of the analysis of variance estimate.
+Degrees of freedom are the harmonic mean of S - 1 and N - 1, weighted by the parts of the variance. Of 30,000 simulated
+comparisons of a method with itself this t-test stars 4.1% to 5.6% for 3 to 16 seeds; by Satterthwaite's degrees of
+freedom it stars 5.8% to 7.8% for 3. Resampling both (Owen 2007, "The pigeonhole bootstrap") counts var(e) three times,
+which widens the interval, and has no t for few seeds, which narrows it: 0% to 14%.
 """
 
 from typing import NamedTuple
@@ -39,8 +41,8 @@ class Estimate(NamedTuple):
         """Standard error and degrees of freedom of the mean over so many seeds, on the same number of problems."""
         of_seeds = self.seeds / n_seeds
         variance = of_seeds + self.problems
-        squares = of_seeds**2 / np.maximum(n_seeds - 1, 1) + self.problems**2 / max(self.n_problems - 1, 1)
-        df = np.where(squares > 0, variance**2 / np.where(squares > 0, squares, 1), n_seeds - 1)
+        parts = of_seeds / np.maximum(n_seeds - 1, 1) + self.problems / max(self.n_problems - 1, 1)
+        df = np.where(parts > 0, variance / np.where(parts > 0, parts, 1), n_seeds - 1)
         return np.sqrt(variance), df
 
     def half_width(self) -> Number:

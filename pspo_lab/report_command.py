@@ -8,10 +8,11 @@ evaluations of a model on the same problems the last one, by folder, counts.
 """
 
 import argparse
+import html
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, indent
 
 import pandas as pd
 
@@ -19,74 +20,76 @@ from pspo.cli.files import write_text
 from pspo.cli.terminal import one_line
 from pspo.run.endings import user_errors
 from pspo.tasks.files import local_path
-from pspo_lab.figures import draw_task
+from pspo_lab.figures import draw_curves
 from pspo_lab.identities import describe_identities
-from pspo_lab.runs import Runs, read_runs, run_folders, warn
+from pspo_lab.runs import Runs, read_runs, run_folders
 from pspo_lab.settings import DATA, MODEL, SEED, labels, shared_sentence
 from pspo_lab.tables import (
     NOTES,
     SEEDS_FOR_AN_INTERVAL,
-    escape_markdown,
     interval_text,
     main_values,
     make_cells,
     noise_floor,
     number_text,
-    report_text,
     subtract,
+    table_texts,
     tables,
-    terminal_text,
 )
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm", "detects", "needs"]
 HOLM = "With * it is not 0 by the t-tests at 5% for all {n} of these tables together (Holm 1979)."
-DEFAULTS = "A switch that a name leaves out has its default."
+MARKDOWN = re.compile(
+    r"[\\`|~$]|\*(?=\S)|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])"  # code, cells, mathematics, emphasis, links; no word_s
+    r"|^[#*=\[]|^[-+](?=[\s-]|$)|^\d+[.)](?=\s|$)"  # at the start headings, lines, lists; no -1.5
+)
 
 
 def write_report(runs: Runs, output: Path) -> tuple[list[str], list[Path]]:
-    """Write the tables and pictures of every task; returns accuracies and who won as texts, and the files."""
+    """Write the tables and pictures of every task; returns who won, in sentences, and the files."""
     tasks = group_tasks(runs)
     verdicts = []
     markdown = []
-    texts = []
-    cells = []
+    cells = [pd.DataFrame(columns=CELLS)]
     pictures = []
     for number, (title, (models, names)) in enumerate(tasks.items(), start=1):
         task_runs = runs.take(names)
         finished = task_runs.take(task_runs.finished())
         label = labels(task_runs.configs)
-        markdown.append(f"## {escape_markdown(title)}")
-        markdown += describe_runs(task_runs, finished, label)
+        markdown += [f"## {escape_markdown(title)}", *describe_runs(task_runs, finished, label)]
         task_tables = tables(finished, label, models)
         verdict = " ".join([*describe_winner(finished, label, task_tables), *describe_identities(finished, label)])
         if verdict:
             verdicts.append(f"Result{f' of {title}' if len(tasks) > 1 else ''}: {verdict}")
         for name, table in task_tables.items():
+            markdown.append(f"### {name}")
+            for heading, text in table_texts(table).items():
+                if heading:
+                    markdown.append(escape_markdown(f"On {heading}:"))
+                markdown.append(indent(text, "    "))  # as code: no text in it is Markdown
             note = NOTES[name]
             if "p" in table and (n := table["p"].count()):
                 note += f" {HOLM.format(n=n)}"
-            markdown.append(f"### {name}\n\n{report_text(table)}\n\n{note}")
-            if name == "Accuracy":
-                texts.append(f"{one_line(title)}, of the models that the runs returned\n{terminal_text(table)}")
+            markdown.append(note)
             cells.append(table.assign(task=title, table=name))
         if names:
-            prefix = f"{number}-" if len(tasks) > 1 else ""
-            files = draw_task(task_runs, label, f"{output}/{prefix}")
-            markdown += [f"![{path.stem}]({path.name})" for path in files]
-            pictures += files
+            pictures.append(output / (f"{number}-curves.svg" if len(tasks) > 1 else "curves.svg"))
+            draw_curves(task_runs, label, pictures[-1])
+            markdown.append(f"![{pictures[-1].stem}]({pictures[-1].name})")
 
-    markdown = ["# Report", *map(escape_markdown, verdicts), *markdown]
-    write_text(output / "report.md", "\n\n".join(markdown) + "\n")
-    table = pd.concat([pd.DataFrame(columns=CELLS), *cells])
+    write_text(output / "report.md", "\n\n".join(["# Report", *map(escape_markdown, verdicts), *markdown]) + "\n")
+    table = pd.concat(cells)
     table["column"] = table["column"].str.removesuffix(" (%)")  # shares are written as shares
     names = ["task", "row", "column"]
     table[names] = table[names].map(one_line)
     table.to_csv(output / "table.csv", columns=CELLS, index=False)
-    return [*texts, *(fill(one_line(verdict), 100) for verdict in verdicts)], [
-        output / "report.md",
-        output / "table.csv",
-        *pictures,
-    ]
+    return verdicts, [output / "report.md", output / "table.csv", *pictures]
+
+
+def escape_markdown(text: str) -> str:
+    """Untrusted text, such as names and switches of runs, as a line of Markdown shows it."""
+    text = html.escape(one_line(text), quote=False)
+    return MARKDOWN.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", text)
 
 
 def group_tasks(runs: Runs) -> dict[str, tuple[list[str], list[str]]]:
@@ -94,8 +97,6 @@ def group_tasks(runs: Runs) -> dict[str, tuple[list[str], list[str]]]:
     tasks = {}
     for (model, data), names in runs.configs.groupby([MODEL, DATA]).groups.items():
         tasks[f"{model} on {data}"] = ([model], list(names))
-    if len(tasks) > 1:
-        warn(f"runs of {len(tasks)} tasks, each in tables of its own: {', '.join(tasks)}")
     if others := set(runs.numbers["model"]) - set(runs.configs[MODEL]):
         tasks["Other evaluations"] = (sorted(others), [])
     return tasks
@@ -110,7 +111,7 @@ def describe_winner(runs: Runs, label: pd.Series, tables: dict[str, pd.DataFrame
     means = values.groupby("row")["value"].mean().sort_values(ascending=False, kind="stable")
     test, _, measure = column.removesuffix(" (%)").rpartition(": ")
     unit = " points" if column.endswith("(%)") else ""
-    best = f"{number_text(column, means.iloc[0])}{unit.replace(' points', '%')}"
+    best = number_text(column, means.iloc[0]) + ("%" if unit else "")
     for cell in tables.get("Accuracy", pd.DataFrame(columns=["column", "seeds"])).itertuples():
         if cell.column == column and not cell.seeds:
             best += f" (untrained {number_text(column, cell.mean)})"
@@ -152,24 +153,13 @@ def describe_luck(differences: pd.DataFrame, column: str, unit: str) -> str:
 
 
 def describe_runs(runs: Runs, finished: Runs, label: pd.Series) -> list[str]:
-    """Paragraphs of Markdown: what the runs share, their folders in a sweep, and what is not finished."""
-    paragraphs = []
+    """Paragraphs of Markdown: what the runs share, and what is not finished."""
+    sentences = []
     if len(runs.configs):
-        sentence = f"{shared_sentence(runs.configs)} {DEFAULTS}".strip()
-        paragraphs.append(escape_markdown(sentence))
-    setting_folders = {}
-    for run in runs.configs.index:
-        if re.fullmatch(r"seed-\d+", Path(run).name):  # of a sweep: its experiment and method
-            setting_folders.setdefault(label[run], "/".join(Path(run).parts[-3:-1]))
-    if setting_folders:
-        lines = [escape_markdown(f"{name}: {folder}") for name, folder in setting_folders.items()]
-        paragraphs.append("\n".join(f"* {line}" for line in lines))
-    for run in runs.configs.index:
-        if run not in finished.configs.index:
-            warn(f"{run}: not finished (no summary.json); its curves are drawn, the tables leave it out")
-            seed = runs.configs.loc[run, SEED]
-            paragraphs.append(escape_markdown(f"Not finished, in the curves alone: {label[run]}, seed {seed}"))
-    return paragraphs
+        sentences.append(f"{shared_sentence(runs.configs)} A switch that a name leaves out has its default.".strip())
+    for run in runs.configs.index.difference(finished.configs.index):
+        sentences.append(f"Not finished, in the curves alone: {label[run]}, seed {runs.configs.loc[run, SEED]} ({run})")
+    return list(map(escape_markdown, sentences))
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -180,5 +170,6 @@ def main(args: Sequence[str] | None = None) -> None:
     with user_errors("pspo report"):
         output = local_path(options.output_dir)
         output.mkdir(parents=True, exist_ok=True)
-        texts, files = write_report(read_runs(run_folders(options.runs)), output)
-    print("\n\n".join([*texts, "\n".join(one_line(str(file)) for file in files)]))
+        verdicts, files = write_report(read_runs(run_folders(options.runs)), output)
+    print(*(fill(one_line(verdict), 100) for verdict in verdicts), sep="\n\n")
+    print(*(one_line(str(file)) for file in files), sep="\n")

@@ -25,7 +25,6 @@ from pspo.cli.files import DAMAGE, flat, named_damage, read_config, read_json, r
 from pspo.cli.terminal import one_line
 from pspo.evaluate.statistics import at_k, measures
 from pspo.tasks.files import local_path
-from pspo_lab.dumps import is_dump, read_dump
 from pspo_lab.settings import (
     DATA,
     MODEL,
@@ -99,14 +98,16 @@ class Runs:
         """The runs that have a summary."""
         return [run for run in self.configs.index if self.folders[run].summary]
 
-    def untrained(self) -> pd.DataFrame:
-        """Run, step 0 and the validation before training, of finished runs."""
+    def with_untrained(self) -> pd.DataFrame:
+        """The metrics with their time in seconds, and at step 0 the validation before training of finished runs."""
+        seconds = self.metrics.filter(like="seconds/").sum(axis=1, min_count=1)
+        metrics = self.metrics.assign(time=seconds.groupby(self.metrics["run"]).cumsum())
         rows = []
-        for name in self.configs.index:
-            if untrained := (self.folders[name].summary.get("validation") or {}).get("untrained"):
-                rows.append(untrained | {"run": name, "time": 0.0})
-        table = pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "step"])
-        return table.astype({"step": int})
+        for run in self.configs.index:
+            validation = self.folders[run].summary.get("validation") or {}
+            if untrained := validation.get("untrained"):
+                rows.append(untrained | {"run": run, "time": 0.0})
+        return pd.concat([pd.DataFrame(rows), metrics], ignore_index=True).astype({"step": int})
 
 
 def warn(line: str) -> None:
@@ -138,7 +139,7 @@ def read_runs(roots: Sequence[Path]) -> Runs:
     evaluation_folders: set[Path] = set()
     for root in roots:
         files = list(root.rglob("*"))
-        runs_here = {path.parent.resolve() for path in files if path.name == "metrics.jsonl" or is_dump(path)}
+        runs_here = {path.parent.resolve() for path in files if path.name == "metrics.jsonl"}
         evaluations_here = {path.parent.resolve() for path in files if path.name == "results.json"}
         if not runs_here | evaluations_here:
             warn(f"{root}: {'no run and no evaluation in it' if root.exists() else 'there is no such folder'}")
@@ -185,20 +186,12 @@ def sort_runs(runs: Runs) -> Runs:
 
 def read_run(folder: Path) -> LabRun:
     """Read a run's folder; raises ValueError if it is damaged."""
-    if not (folder / "metrics.jsonl").exists():
-        samples = read_dump(folder)
-        rewards = pd.DataFrame([sample["rewards"] for sample in samples], dtype=float).add_prefix("reward/")
-        metrics = pd.DataFrame(samples, columns=["step", "reward"]).join(rewards)
-        means = metrics.groupby("step", as_index=False).mean()
-        return LabRun(folder, complete_switches(folder, {"trainer": "verl"}), means, {})
     summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
     return LabRun(folder, read_switches(folder), read_metrics(folder), summary)
 
 
 def read_samples(folder: Path) -> list[Row]:
     """The recorded completions of a run that say which they are."""
-    if not (folder / "metrics.jsonl").exists():
-        return read_dump(folder)
     samples = read_jsonl(folder / "samples.jsonl")
     placed = [sample for sample in samples if {"step", "problem", "sample"} <= sample.keys()]
     if len(placed) < len(samples):

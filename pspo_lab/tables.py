@@ -1,16 +1,13 @@
-"""Tables of runs. Three kinds of data frames:
+"""Tables of runs. Two kinds of data frames:
 
 * values: run, column (of a table) and value, a number of a run; of accuracies also low and high, 95% over problems, and
   answers, the value of each problem
 * cells: row (a setting, or the difference of two), column, seeds, mean, low and high; of differences also p, holm, what
   they would detect (`Estimate.detects`) and the seeds that they need (`power.seeds_text`)
-* texts: the cells of a table as it shows them, by row and column
 """
 
-import html
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +28,21 @@ SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
 DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "ess_sequence", "zero_weight_share", "zero_weight_share_positive",
                "zero_weight_share_negative", "tv", "tv_smoothed", "kl_old_new", "grad_norm"]  # fmt: skip
 NOTES = {
-    "Accuracy": "Greedy, of the model that each run returned, the best by validation, and of its final one. Accuracy: "
-    "the gold value is the response's answer; gold anywhere (the paper's true accuracy): it is anywhere in the "
-    "response. Mean over seeds, from three on with the 95% t-interval over seeds and problems, both taken as samples; "
-    "for one seed over problems.",
+    "Accuracy": "Greedy, of the model that each run returned, the best by validation, and of its final one; gold "
+    "anywhere is the paper's true accuracy. Mean over seeds, from three on with the 95% t-interval over seeds and "
+    "problems, both taken as samples; for one seed over problems.",
     "Accuracy of samples": "The same, sampled at temperature T.",
     "Learning": "Training reward: peak and final reward are means over a tenth of the run's rollouts, the area is the "
     "mean over all of them. A seed has collapsed when its final reward is below half of its peak; "
     "it returned the untrained model when no step of its validations was better than step 0.",
     "Paired differences": "Setting minus baseline of the same seed and experiment, which saw the same prompts in the "
-    "same order, with the 95% t-interval of this difference alone from three seeds on. *Detects*: the smallest "
+    "same order, with the 95% t-interval of this difference alone from three seeds on. detects: the smallest "
     "difference that so many seeds and problems find at 80% power; then the seeds that would find so little, - if no "
     "1,000 would on so many problems.",
     "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step, over tokens with an "
     "advantage: percentiles of the ratio r; effective sample size of tokens and completions; share of tokens without "
     "weight; total variation between old and new policy, and times the surrogate's slope relative to NoClip's; "
-    "KL(old || new) in nats; gradient norm, share of these clipped.",
+    "KL(old || new) in nats; gradient norm.",
 }
 
 # Values
@@ -99,30 +95,28 @@ def accuracy_column(row: Any, stage: str, greedy: bool, one_limit: bool) -> str:
     return f"{test}: {measure}"
 
 
-def smoothed(values: Sequence[float]) -> np.ndarray:
-    """(N - w + 1,) means over the windows of w = ceil(N / 10) consecutive values."""
-    return np.lib.stride_tricks.sliding_window_view(values, math.ceil(len(values) / 10)).mean(axis=1)
+def smoothed(values: pd.Series) -> pd.Series:
+    """Means over the windows of a tenth of consecutive values, under the index of each window's last value."""
+    windows = np.lib.stride_tricks.sliding_window_view(values, math.ceil(len(values) / 10))
+    return pd.Series(windows.mean(axis=1), values.index[-len(windows) :])
 
 
 def learning(runs: Runs) -> pd.DataFrame:
     """Values of the course of the training reward."""
-    metrics = runs.metrics.reindex(columns=["run", "step", "reward", "validation_reward"])
     rows = {}
+    metrics = runs.metrics.reindex(columns=["run", "reward", "validation_reward"])
     for run, rollouts in metrics.groupby("run", sort=False):
+        rewards = rollouts["reward"].dropna()
         validation = rollouts["validation_reward"].dropna()
-        rollouts = rollouts.dropna(subset="reward")
-        if rollouts.empty:
+        if rewards.empty:
             continue
-        windows = smoothed(rollouts["reward"])
-        peak_at = int(windows.argmax()) + len(rollouts) - len(windows)  # the last rollout of the best window
-        final = windows[-1]
+        windows = smoothed(rewards)
         peak = windows.max()
+        final = windows.iloc[-1]
         rows[run] = {
             "final reward": final,
             "peak reward": peak,
-            "area under the curve": rollouts["reward"].mean(),
-            "steps to peak": rollouts["step"].iloc[peak_at],
-            "rollouts to peak": peak_at + 1,
+            "area under the curve": rewards.mean(),
             "collapsed (%)": float(final < peak / 2) if peak > 0 else np.nan,  # half of a negative peak is above it
             "best trained validation reward": validation.max(),
             "final validation reward": validation.iloc[-1] if len(validation) else np.nan,
@@ -131,16 +125,6 @@ def learning(runs: Runs) -> pd.DataFrame:
     best_step = runs.numbers[runs.numbers["measure"] == "best_step"].set_index("run")["value"]
     table["returned untrained (%)"] = (best_step == 0).astype(float)
     return run_rows(table)
-
-
-def diagnostics(runs: Runs) -> pd.DataFrame:
-    """Values: means over the rollouts, and the share of them whose last gradient was clipped by its norm."""
-    metrics = runs.metrics.reindex(columns=["run", *DIAGNOSTICS])
-    limits = metrics["run"].map(runs.configs.reindex(columns=["optimizer.max_grad_norm"]).squeeze("columns"))
-    limits = pd.to_numeric(limits, errors="coerce").replace(0, np.inf)  # 0: none
-    clipped = (metrics["grad_norm"] > limits).astype(float).where(metrics["grad_norm"].notna() & limits.notna())
-    means = metrics.assign(**{"gradients clipped (%)": clipped}).groupby("run", sort=False).mean()
-    return run_rows(means)
 
 
 def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
@@ -220,10 +204,7 @@ def estimate_seeds(values: pd.DataFrame) -> Estimate:
 
 
 def make_cells(values: pd.DataFrame, differences: bool = False) -> pd.DataFrame:
-    """Cells of values that have a row, with intervals from three seeds on; one seed keeps its own.
-
-    Shares of the seeds have none.
-    """
+    """Cells of values that have a row, with intervals from three seeds on; one seed keeps its own, shares have none."""
     rows = []
     for (row, column), group in values.groupby(["row", "column"], sort=False):
         cell = {"row": row, "column": column, "seeds": len(group), "mean": group["value"].mean()}
@@ -251,7 +232,8 @@ def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd
         after = pd.concat([accuracies(runs, stage, greedy) for stage in ("after", "final")])
         after = after.assign(row=after["run"].map(labels))
         by_title[title] = pd.concat([make_cells(before).assign(seeds=0), make_cells(after)])
-    for title, values in (("Learning", learning(runs)), ("Off-policy diagnostics", diagnostics(runs))):
+    diagnostics = run_rows(runs.metrics.reindex(columns=["run", *DIAGNOSTICS]).groupby("run", sort=False).mean())
+    for title, values in (("Learning", learning(runs)), ("Off-policy diagnostics", diagnostics)):
         by_title[title] = make_cells(values.assign(row=values["run"].map(labels)))
     by_title["Paired differences"] = add_holm(make_cells(paired_differences(runs, labels), differences=True))
     return {title: by_title[title] for title in NOTES if len(by_title[title])}
@@ -267,38 +249,34 @@ def add_holm(differences: pd.DataFrame) -> pd.DataFrame:
 # Texts
 
 
-def split_by_test(cells: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Texts of each test, such as "gsm8k test, n = 1,319", and of what was measured there; "" is no test."""
-    if cells.empty:  # pandas 2 would part it into fewer columns
-        return
-    names = cells["column"].str.rpartition(": ")
-    for test, test_cells in cells.assign(column=names[2]).groupby(names[0], sort=False):
-        yield test, text_table(test_cells)
+def table_texts(cells: pd.DataFrame) -> dict[str, str]:
+    """A table in 100 columns, by test, such as "gsm8k test, n = 1,319", or of differences by column."""
+    texts = {}
+    if "needs" in cells:
+        for column, part in cells.groupby("column", sort=False):
+            texts[column] = difference_table(part)
+    else:
+        names = cells["column"].str.rpartition(": ")  # "" is no test
+        for test, part in cells.assign(column=names[2]).groupby(names[0], sort=False):
+            texts[test] = value_table(part)
+    lines = {}
+    for title, table in texts.items():
+        lines[title] = table.rename(index=one_line, columns=one_line).to_string(line_width=100)
+    return lines
 
 
-def text_table(cells: pd.DataFrame) -> pd.DataFrame:
+def value_table(cells: pd.DataFrame) -> pd.DataFrame:
     """Texts: "86.8 [86.0, 87.5]", its number of seeds behind it where that is not the row's."""
     seeds = cells.groupby("row", sort=False)["seeds"].max()
     texts = pd.DataFrame("–", seeds.index, ["seeds", *cells["column"].drop_duplicates()])
+    texts = texts.rename_axis(None)
     texts["seeds"] = seeds.astype(str).where(seeds > 0, "–")
     for cell in cells.itertuples():
         text = interval_text(cell)
         if cell.seeds != seeds[cell.row]:
             text += f" (n = {cell.seeds})"
         texts.loc[cell.row, cell.column] = text
-    return texts if len(texts.columns) <= max(7, len(texts)) else texts.T
-
-
-def interval_text(cell: Any) -> str:
-    """A cell's mean and interval, in percent where its column is."""
-    mean, low, high = (number_text(cell.column, number) for number in (cell.mean, cell.low, cell.high))
-    return f"{mean} [{low}, {high}]" if pd.notna(cell.low) else mean
-
-
-def number_text(column: str, number: float) -> str:
-    """A number in a column's unit."""
-    factor, digits = (100, 1) if column.endswith("(%)") else (1, 0 if column.endswith("to peak") else 3)
-    return f"{round(factor * number, digits) + 0.0:.{digits}f}"
+    return texts
 
 
 def difference_table(cells: pd.DataFrame) -> pd.DataFrame:
@@ -315,50 +293,13 @@ def difference_table(cells: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
-def report_text(cells: pd.DataFrame) -> str:
-    """Markdown of a table for each test, or for each column of differences."""
-    if "needs" in cells:
-        titled = [(column, difference_table(part)) for column, part in cells.groupby("column", sort=False)]
-    else:
-        titled = split_by_test(cells)
-    parts = []
-    for title, texts in titled:
-        if title:
-            parts.append(escape_markdown(f"On {title}:"))
-        parts.append(markdown_table(texts))
-    return "\n\n".join(parts)
+def interval_text(cell: Any) -> str:
+    """A cell's mean and interval, in percent where its column is."""
+    mean, low, high = (number_text(cell.column, number) for number in (cell.mean, cell.low, cell.high))
+    return f"{mean} [{low}, {high}]" if pd.notna(cell.low) else mean
 
 
-def terminal_text(cells: pd.DataFrame) -> str:
-    """Tables as text, without gold anywhere."""
-    parts = []
-    for test, texts in split_by_test(cells[~cells["column"].str.endswith("gold anywhere (%)")]):
-        texts = texts.rename(index=one_line, columns=one_line)
-        parts += [one_line(test), texts.to_string(line_width=100)]
-    return "\n\n".join(parts)
-
-
-# Untrusted text, such as names and switches of runs, made safe for Markdown
-
-
-MARKDOWN = re.compile(
-    r"[\\`|~$]|\*(?=\S)|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])"  # code, cells, mathematics, emphasis, links; no word_s
-    r"|^[#*=\[]|^[-+](?=[\s-]|$)|^\d+[.)](?=\s|$)"  # at the start headings, lines, lists; no -1.5
-)
-
-
-def escape_markdown(text: str) -> str:
-    """Text as a line of Markdown shows it."""
-    text = html.escape(one_line(text), quote=False)
-    return MARKDOWN.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", text)
-
-
-def markdown_table(texts: pd.DataFrame) -> str:
-    """Texts as aligned Markdown; the index is the first column."""
-    rows = [["", *texts.columns]]
-    rows += [[row, *cells] for row, *cells in texts.itertuples()]
-    rows = [[escape_markdown(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def number_text(column: str, number: float) -> str:
+    """A number in a column's unit."""
+    factor, digits = (100, 1) if column.endswith("(%)") else (1, 3)
+    return f"{round(factor * number, digits) + 0.0:.{digits}f}"

@@ -70,9 +70,7 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
 
 def setting_curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
     """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
-    seconds = runs.metrics.filter(like="seconds/").sum(axis=1, min_count=1)
-    metrics = runs.metrics.assign(time=seconds.groupby(runs.metrics["run"]).cumsum())
-    metrics = pd.concat([runs.untrained(), metrics], ignore_index=True)
+    metrics = runs.with_untrained()
     metrics = metrics[["run", *metrics.select_dtypes("number")]]
     setting = settings.setting_numbers(runs.configs)
     method = settings.methods(runs.configs)

@@ -115,19 +115,6 @@ def test_what_a_run_of_another_trainer_lacks_is_left_out(runs, tmp_path):
     assert "the curves alone: Clip, seed 0" in (tmp_path / "report/report.md").read_text()
 
 
-def test_a_rollout_dump_of_verl_has_a_page(tmp_path):
-    for step in (2, 10):  # its workers' order: no group is together
-        rows = [{"input": f"user {i}", "output": f"{i}{j}", "gts": "7", "score": j + step, "step": step, "acc": j > 0,
-                 "pred": "?"} for j in range(2) for i in range(3)]  # fmt: skip
-        append_jsonl(tmp_path / f"{step}.jsonl", *rows)
-    data = data_of(make_page([tmp_path]))
-    found = [(group["step"], group["prompt"], group["gold"], *(one["text"] for one in group["completions"]))
-             for group in data["groups"]]  # fmt: skip
-    assert found == [(step, f"user {i}", "7", f"{i}0", f"{i}1") for step in (2, 10) for i in range(3)]
-    assert data["groups"][0]["completions"][1]["rewards"] == {"score": 3, "acc": True}
-    assert numbers(data["curves"][0]["mean"]["reward"]).tolist() == [2.5, 10.5]
-
-
 def test_of_a_problem_that_comes_twice_in_a_rollout_each_copy_has_its_own_tokens(runs, tmp_path, capsys):
     run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
     last = read_jsonl(run / "samples.jsonl")[-1]
