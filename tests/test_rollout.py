@@ -8,7 +8,6 @@ from batches import completions
 from tokenizers.processors import TemplateProcessing
 
 from pspo.config import RolloutConfig
-from pspo.model.chat import render_prompts
 from pspo.rollout import Rollout, Sampling, encode_prompts, generate, make_sampling
 from pspo.tasks import math_reward
 
@@ -158,9 +157,6 @@ def test_a_template_that_asks_for_the_date_is_told_the_same_one_every_day(tokeni
     (ids,) = encode_prompts(tokenizer, ["3 + 4"], "")
     assert tokenizer.decode(ids) == "26 Jul 2024|3 + 4"
     assert "macro" not in tokenizer.chat_template  # what is saved with the model is its own
-    for form, date in (("%Y-%m-%d", "2024-07-26"), ("%d", "26"), ("%%d %A %-m/%y", "%d Friday 7/24")):
-        tokenizer.chat_template = f"{{{{ strftime_now(format='{form}') }}}}|" + plain
-        assert render_prompts(tokenizer, ["3 + 4"], "") == [f"{date}|3 + 4"]
 
 
 def test_exactly_one_bos(tokenizer):

@@ -6,7 +6,6 @@ train: rollouts, log-probs and gradients run the same layers.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -14,42 +13,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pspo import distributed as dist
-from pspo.config import LoraConfig, ModelConfig
+from pspo.config import ModelConfig
 from pspo.model.find import read_adapter_config
 
 if TYPE_CHECKING:
     import peft
 
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # PEFT imports it: advice on 4 bits
-
-# Fields that a PEFT configuration may set to any value, and in EXACT_VALUES to those. Any other that is set is refused:
-# only y = W x + b + s (B A x + l) is trained and merged exactly.
-FREE_FIELDS = {
-    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-    "inference_mode", "lora_dropout", "eva_config",  # of no effect: files bring the adapters' values
-    "megatron_core", "qalora_group_size",  # of no effect unless fields are set that are refused
-    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out",
+# Fields that adapter_config.json may set. It is refused where any other field is not PEFT's default: only
+# y = W x + b + s B A x is trained and merged exactly.
+PLAIN_FIELDS = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
 }  # fmt: skip
-EXACT_VALUES = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),  # others change W, or freeze B
-}
 # Layers of PEFT and of models that compute W x + b alone; another subclass of nn.Linear may do more. Experts are not
 # among them: PEFT adds their adapters to the weights before each pass, where bf16 rounds them away.
-LINEAR_CLASSES = {"Linear", "Conv1D", "FalconLinear", "Linear4bit", "Linear8bitLt"}
-OTHER_LAYERS = "name others, as [q_proj, k_proj, v_proj, o_proj]"
-
-
-def is_quantized(policy: PreTrainedModel) -> bool:
-    """True if the weights are codes of 4 or 8 bits, say."""
-    return getattr(policy, "is_quantized", False)
+LINEAR_CLASSES = {"Linear", "Conv1D", "FalconLinear"}
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:
@@ -82,21 +67,40 @@ class StartingAdapters:
         torch.clear_autocast_cache()  # which holds bf16 copies of the adapters
 
 
-def add_adapters(policy: PreTrainedModel, config: ModelConfig) -> None:
+def adapter_config(config: ModelConfig) -> peft.LoraConfig:
+    """PEFT's configuration of a folder's adapters, or of new ones; ValueError for a folder's that are no plain LoRA."""
+    import peft
+
+    lora = config.lora
+    if lora.name_or_path is None:
+        adapters = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules)
+    else:
+        default = peft.LoraConfig().to_dict()
+        for name, value in read_adapter_config(Path(lora.name_or_path)).items():
+            if name not in PLAIN_FIELDS and value and value != default.get(name):
+                raise ValueError(
+                    f"--model.name_or_path {lora.name_or_path}: its adapter_config.json sets {name} to {value!r}; "
+                    "adapters other than plain LoRA's are neither trained nor merged exactly: bring some without it"
+                )
+        adapters = peft.LoraConfig.from_pretrained(lora.name_or_path)
+    adapters.base_model_name_or_path = config.name_or_path
+    adapters.revision = config.revision
+    adapters.task_type = "CAUSAL_LM"
+    adapters.lora_dropout = 0.0
+    adapters.inference_mode = False
+    return adapters
+
+
+def add_adapters(policy: PreTrainedModel, adapters: peft.LoraConfig) -> None:
     """Freeze a model and put float32 adapters into it, without dropout; `fill_adapters` gives them values."""
     from peft import inject_adapter_in_model
 
-    lora = config.lora
     try:
-        adapters = peft_config(lora)
         with torch.random.fork_rng(devices=[]):
             inject_adapter_in_model(adapters, policy, "default")
         check_layers(policy)
-    except (ValueError, AttributeError, LookupError, TypeError) as error:  # the others of a damaged file
-        switch = "lora.target_modules" if lora.name_or_path is None else f"name_or_path {lora.name_or_path}"
-        raise ValueError(f"--model.{switch}: {error}") from error
-    adapters.base_model_name_or_path = config.name_or_path
-    adapters.revision = config.revision
+    except ValueError as error:
+        raise ValueError(f"--model.lora.target_modules: {error}") from error
     adapters.target_parameters = None  # PEFT fills it in for mixtures; it has matched none
     if not isinstance(adapters.target_modules, str):
         adapters.target_modules = sorted(adapters.target_modules)  # a set, which is saved in any order
@@ -105,9 +109,7 @@ def add_adapters(policy: PreTrainedModel, config: ModelConfig) -> None:
 
 
 def check_layers(policy: PreTrainedModel) -> None:
-    """Raise ValueError for adapters that cannot be merged: of other layers than linear ones, of a weight that another
-    layer has, too, or with a bias beside a layer that has none.
-    """
+    """Raise ValueError for adapters that cannot be merged: of no linear layer, or of a weight that is shared."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     uses = Counter(id(weight) for _, weight in policy.named_parameters(remove_duplicate=False))
@@ -115,40 +117,11 @@ def check_layers(policy: PreTrainedModel) -> None:
         if not isinstance(layer, BaseTunerLayer):
             continue
         is_linear = {type(layer).__name__, type(layer.base_layer).__name__} <= LINEAR_CLASSES
-        if not is_linear or name.endswith(".dt_proj"):  # Jamba reads that one's weight, and runs no adapters
-            raise ValueError(f"{name} is no plain linear layer, whose adapters can be merged: {OTHER_LAYERS}")
-        if uses[id(layer.base_layer.weight)] > 1:
-            raise ValueError(f"{name} has the weight of another layer, which a merge would change: {OTHER_LAYERS}")
-        if layer.lora_bias["default"] and layer.base_layer.bias is None:
-            raise ValueError(
-                f"{name} has no bias that lora_bias could be merged into: bring adapters without lora_bias"
-            )
-
-
-def check_adapter_config(folder: str) -> None:
-    """Raise ValueError for a PEFT folder whose adapter_config.json sets what is not exact here."""
-    settings = read_adapter_config(Path(folder))
-    for name, value in settings.items():
-        if value and name not in FREE_FIELDS and value not in EXACT_VALUES.get(name, ()):
-            raise ValueError(
-                f"--model.name_or_path {folder}: its adapter_config.json sets {name} to {value!r}; adapters other than "
-                "plain LoRA's are neither trained nor merged exactly: bring some without it"
-            )
-
-
-def peft_config(lora: LoraConfig) -> peft.LoraConfig:
-    """PEFT's configuration of a folder's adapters, or of new ones."""
-    import peft
-
-    if lora.name_or_path is None:
-        adapters = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules)
-    else:
-        adapters = peft.LoraConfig.from_pretrained(lora.name_or_path)
-        adapters.init_lora_weights = True
-    adapters.task_type = "CAUSAL_LM"
-    adapters.lora_dropout = 0.0
-    adapters.inference_mode = False
-    return adapters
+        is_linear = is_linear and not name.endswith(".dt_proj")  # Jamba reads that one's weight, and runs no adapters
+        if not is_linear or uses[id(layer.base_layer.weight)] > 1:
+            reason = "has the weight of another layer" if is_linear else "is no plain linear layer"
+            fix = "name others, as [q_proj, k_proj, v_proj, o_proj]"
+            raise ValueError(f"{name} {reason}: its adapters could not be merged; {fix}")
 
 
 def trained_parameters(policy: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -159,29 +132,22 @@ def trained_parameters(policy: PreTrainedModel) -> dict[str, nn.Parameter]:
 def read_adapters(folder: Path) -> dict[str, Tensor]:
     """The float32 weights of a PEFT folder by name; ValueError for a file that is missing or damaged."""
     file = folder / "adapter_model.safetensors"
-    if not file.exists() and file.with_suffix(".bin").exists():
-        file = file.with_suffix(".bin")
     try:
-        saved = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        adapters = {name: values.float() for name, values in saved.items()}
-    except Exception as error:  # the libraries raise anything on a damaged file
-        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
-        raise ValueError(f"--model.name_or_path: {file} does not load ({reason}); download or copy it again") from error
-    if not all(values.sum().isfinite() for values in adapters.values()):
-        raise ValueError(f"--model.name_or_path: not all numbers are finite in {file}: download or copy it again")
-    return adapters
+        return {name: values.float() for name, values in load_file(file).items()}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"--model.name_or_path: {file} does not load ({error}); download or copy it again") from error
 
 
 @torch.no_grad()
 def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
-    """Set a model's adapters to those of a PEFT folder or hub id; without one, A is random and B is 0."""
+    """Set a model's adapters to those of a PEFT folder; without one, A is random, as PEFT's, and B is 0."""
     parameters = {name_in_file(name): parameter for name, parameter in trained_parameters(policy).items()}
     values = {name: torch.zeros(parameter.shape) for name, parameter in parameters.items()}
     if source is None:
         generator = torch.Generator().manual_seed(torch.initial_seed())
         for name in values:
             if "lora_A" in name:
-                nn.init.kaiming_uniform_(values[name], a=math.sqrt(5), generator=generator)  # as PEFT's
+                nn.init.kaiming_uniform_(values[name], a=math.sqrt(5), generator=generator)
     else:
         saved = read_adapters(Path(source))
         if {name: v.shape for name, v in saved.items()} != {name: v.shape for name, v in values.items()}:
@@ -203,19 +169,14 @@ def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tens
 
 @torch.no_grad()
 def merged_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names, weights and buffers of a model with its adapters merged: W + s B A, b + s l; ValueError if quantised."""
-    if is_quantized(policy):
-        raise ValueError("--model.name_or_path: adapters cannot be merged into quantised weights: use the PEFT folder")
+    """Names, weights and buffers of a model with its adapters merged: W + s B A."""
     for name, weight in policy.state_dict().items():
         if ".lora_" in name:
             continue
-        layer_name, is_adapted, kind = name.rpartition(".base_layer.")
-        if is_adapted:
-            layer = policy.get_submodule(layer_name)
-            if kind == "weight":
-                weight = (weight.float() + layer.get_delta_weight("default")).to(weight.dtype)
-            elif layer.lora_bias["default"]:
-                weight = (weight.float() + layer.scaling["default"] * layer.lora_B["default"].bias).to(weight.dtype)
+        layer, is_adapted, kind = name.rpartition(".base_layer.")
+        if is_adapted and kind == "weight":
+            change = policy.get_submodule(layer).get_delta_weight("default")
+            weight = (weight.float() + change).to(weight.dtype)
         yield name.replace(".base_layer.", "."), weight
 
 

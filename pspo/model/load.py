@@ -21,14 +21,7 @@ from transformers import (
 
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig, require
-from pspo.model.adapters import (
-    add_adapters,
-    check_adapter_config,
-    fill_adapters,
-    has_adapters,
-    is_quantized,
-    save_adapters,
-)
+from pspo.model.adapters import adapter_config, add_adapters, fill_adapters, has_adapters, save_adapters
 from pspo.model.device import casts_to_bf16, set_variables
 from pspo.model.find import load_model_config, load_pretrained, resolve_adapters, set_dropout, stop_token_ids
 from pspo.model.linear import use_onednn
@@ -49,8 +42,7 @@ def load_policy(
     """
     config = resolve_adapters(config)
     device = device or dist.local_device()
-    if config.lora.name_or_path is not None:
-        check_adapter_config(config.lora.name_or_path)
+    adapters = adapter_config(config) if config.has_adapters else None
     model_config = load_model_config(config)
     dtype = weights_dtype(config, device)
     no_dropout = set_dropout(copy.deepcopy(model_config))
@@ -61,8 +53,8 @@ def load_policy(
         policy, weights = read_on_main(config, no_dropout, dtype)
     else:
         policy = read_policy(config, no_dropout, dtype)
-    if config.has_adapters:
-        add_adapters(policy, config)
+    if adapters is not None:
+        add_adapters(policy, adapters)
     if is_sharded:
         dist.shard(policy, weights, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
     else:
@@ -91,8 +83,8 @@ def read_policy(config: ModelConfig, model_config: PretrainedConfig, dtype: torc
     require_none(loading["unexpected_keys"], "its config.json describes a model without its weights", config)
     broken = [name for name, weight in policy.named_parameters() if not weight.sum().isfinite()]  # NaN stays in a sum
     require_none(broken, "not all numbers are finite in its weights", config)
-    if is_quantized(policy):
-        check_quantization(policy, config)
+    if getattr(policy, "is_quantized", False):
+        raise ValueError(f"--model.name_or_path {config.name_or_path} is quantised: use it unquantised")
     if has_adapters(policy):  # which transformers has found, and frozen
         raise ValueError(f"--model.name_or_path {config.name_or_path} holds adapters: name them by a local folder")
     return policy
@@ -129,17 +121,6 @@ def require_none(weights: Iterable[str], fault: str, config: ModelConfig) -> Non
     names = sorted(weights)
     if names:
         raise ValueError(f"--model.name_or_path {config.name_or_path}: {fault} {', '.join(names[:3])}")
-
-
-def check_quantization(policy: PreTrainedModel, config: ModelConfig) -> None:
-    """Raise ValueError for quantised weights, unless they are bitsandbytes' and frozen beside adapters."""
-    method = policy.config.quantization_config.quant_method
-    method = getattr(method, "value", method)  # of an enumeration
-    source = f"--model.name_or_path {config.name_or_path} is quantised by {method}"
-    if method != "bitsandbytes":
-        raise ValueError(f"{source}: LoRA is exact beside bitsandbytes' weights alone; use the model unquantised")
-    if not config.has_adapters:
-        raise ValueError(f"{source}: its weights cannot be trained: set --model.lora.rank 16, or use it unquantised")
 
 
 def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -12,18 +12,10 @@ from pspo.model.linear import product
 
 
 def fuse_adapters(model: nn.Module) -> None:
-    """Make PEFT's adapters of linear layers add their output in place, except those with a bias on B."""
+    """Make PEFT's adapters of linear layers add their output in place."""
     for module in model.modules():
-        if type(module) is Linear and type(module.base_layer) is nn.Linear and not module.lora_bias["default"]:
+        if type(module) is Linear and type(module.base_layer) is nn.Linear:
             module.forward = partial(fused_forward, module)
-        elif type(module).__module__.startswith("bitsandbytes"):
-            module.forward = partial(trained_forward, module)
-
-
-def trained_forward(module: nn.Module, x: Tensor) -> Tensor:
-    """Pass through a quantised layer in training mode: in the other it rounds more, and has no gradient on a CPU."""
-    module.train()
-    return type(module).forward(module, x)
 
 
 def fused_forward(module: Linear, x: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class GraphDecoder:
             if not isinstance(module, nn.Linear):
                 continue
             for key, weight in module.named_parameters(prefix=name, recurse=False):
-                if weight.dtype == dtype or not weight.is_floating_point():  # codes of quantised weights
+                if weight.dtype == dtype:
                     continue
                 if key in self.weights:
                     self.weights[key].copy_(weight)

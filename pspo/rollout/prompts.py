@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.config import DataConfig, TrainConfig
-from pspo.model.chat import TEXT, encode, render_prompts
+from pspo.model.chat import encode, render_prompts, special_pattern
 from pspo.model.find import check_token_ids, load_model_config, room_for_prompts
 from pspo.rollout.types import Rollout
 from pspo.tasks import Problem, check_rewards, load_problems
@@ -72,8 +72,8 @@ def load_prompts(
 ) -> Prompts:
     """Load one split and render its prompts; those over --data.max_prompt_tokens or over ``room`` are dropped.
 
-    Prints how many were, and in how many special tokens are text. ``limit`` replaces --data.limit; an environment makes
-    the prompts of the problems. Raises ValueError if none is left, or the split does not exist.
+    Prints how many were, and in how many special tokens are broken. ``limit`` replaces --data.limit; an environment
+    makes the prompts of the problems. Raises ValueError if none is left, or the split does not exist.
     """
     problems = load_problems(
         config.name,
@@ -108,9 +108,10 @@ def load_prompts(
     if len(fits) < len(texts):
         too_long = len(texts) - len(fits)
         print(f"{config.name} {split}: dropped {too_long:,} of {len(texts):,} prompts over {longest} tokens")
-    marked = sum(TEXT in texts[i] for i in fits)
-    if marked:
-        print(f"{config.name} {split}: special tokens in {marked:,} of {len(fits):,} prompts are text")
+    special = special_pattern(tokenizer)
+    broken = sum(special.search(json.dumps(prompts[i], ensure_ascii=False, default=str)) is not None for i in fits)
+    if broken:
+        print(f"{config.name} {split}: special tokens in {broken:,} of {len(fits):,} prompts are broken by a blank")
     beginnings = []
     for prompt in prompts:
         is_begun = isinstance(prompt, list) and prompt[-1]["role"] == "assistant"

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from pspo.cli.parse import parse
 from pspo.config import LoraConfig, ModelConfig
 from pspo.model import load_policy, load_tokenizer
-from pspo.model.adapters import is_quantized, merged_weights, read_adapters
+from pspo.model.adapters import merged_weights, read_adapters
 from pspo.model.find import resolve_adapters
 from pspo.model.load import write_model
 from pspo.run.endings import user_errors
@@ -52,8 +52,7 @@ def export(config: ExportConfig) -> None:
     read_adapters(adapters)  # raises for a damaged file
     dtype = base_dtype(adapters) if model.dtype == "auto" else model.dtype
     adapted = load_policy(replace(model, dtype=dtype), CPU)
-    if not is_quantized(adapted):
-        adapted.float()  # rounded as in the run; the sum is not
+    adapted.float()  # rounded as in the run; the sum is not
     weights = dict(merged_weights(adapted))
     merged = load_policy(replace(model, lora=LoraConfig()), CPU)
     merged.load_state_dict(weights)
