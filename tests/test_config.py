@@ -423,12 +423,6 @@ def test_a_command_without_its_extra_names_it(monkeypatch, capsys):
     assert "pip install 'pspo[lab]'" in capsys.readouterr().err
 
 
-def test_a_path_that_is_not_utf_8_is_refused(capsys):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        train_config("--run.output_dir=caf\udce9")
-    assert "the path caf\\udce9 is not UTF-8: rename" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("config_class", [TrainConfig, EvaluateConfig])
 def test_what_is_said_of_every_switch_is_known_and_fits_its_type(config_class):
     for name, part in find_switches(config_class).items():

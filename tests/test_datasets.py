@@ -118,21 +118,13 @@ def test_asdiv(tmp_path, capsys):
     assert load_problems("asdiv", "test", copy.parent) == problems
 
 
-@pytest.mark.parametrize(
-    "suffix", ["jsonl", "json", "data.json", "csv", "parquet", "jsonl.gz", "csv.gz", "json.bz2", "jsonl.zst"]
-)
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "csv.gz", "jsonl.bz2"])
 def test_own_file_in_every_format(tmp_path, suffix):
     values, path = ["0.1", "-7", "1,234", "3/4"], tmp_path / f"own.{suffix}"
     prompts = [f"  Say «{n}»\u2028please\n" for n in [*values[:3], "x" * 200_000]]  # longer than a csv's field may be
     table = pandas.DataFrame({"q": prompts, "a": values, "level": "easy"})
-    lines = "jsonl" in suffix
-    if suffix in ("data.json", "jsonl.zst"):
-        text = table.to_json(orient="records", lines=lines, force_ascii=False)
-        path.write_bytes(
-            pyarrow.compress(text.encode(), "zstd", asbytes=True) if lines else f'{{"data": {text}}}'.encode()
-        )
-    elif "json" in suffix:
-        table.to_json(path, orient="records", lines=lines, force_ascii=False)
+    if "json" in suffix:  # pandas compresses by the name
+        table.to_json(path, orient="records", lines="jsonl" in suffix, force_ascii=False)
     elif "csv" in suffix:
         table.to_csv(path, index=False, encoding="utf-8-sig")  # as spreadsheets save it
     else:
@@ -172,10 +164,11 @@ def test_a_narrow_float_is_its_shortest_decimal(tmp_path, kind):
 
 def test_a_folder_of_save_to_disk_is_read(tmp_path):
     """Class labels are their names; JSON about the tables and caches of later operations are no problems."""
-    features = datasets.Features(
-        {"prompt": datasets.Value("string"), "answer": datasets.ClassLabel(names=["no", "yes"])}
-    )
-    rows = [{"prompt": f"{n}?", "answer": n % 2} for n in range(40)]
+    label = datasets.ClassLabel(names=["no", "yes"])
+    lists = {"lists": datasets.List(label), "objects": [{"labels": datasets.Sequence(label)}]}
+    features = datasets.Features({"prompt": datasets.Value("string"), "answer": label} | lists)
+    labels = {"lists": [1, -1, 0], "objects": [{"labels": [0, 1]}]}
+    rows = [{"prompt": f"{n}?", "answer": n % 2} | labels for n in range(40)]
     table = datasets.Dataset.from_list(rows, features=features)
     golds = sorted(["no", "yes"] * 20)
     table.save_to_disk(tmp_path / "one")
@@ -186,7 +179,10 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path):
     train, validation = (load_problems("file", split, tmp_path / "two", answer_kind="text") for split in SPLITS[:2])
     assert sorted(answers(train + validation)) == golds
     table.to_parquet(tmp_path / "own.parquet")
-    assert answers(load_problems("file", "test", tmp_path / "own.parquet", answer_kind="text")) == ["no", "yes"] * 20
+    problems = load_problems("file", "test", tmp_path / "own.parquet", answer_kind="text")
+    assert answers(problems) == ["no", "yes"] * 20
+    fields = {"lists": ["yes", None, "no"], "objects": [{"labels": ["no", "yes"]}]}
+    assert problems[0].fields == {"answer": "no"} | fields
 
 
 @pytest.mark.parametrize(
@@ -447,9 +443,9 @@ def test_chats_are_prompts(tmp_path, suffix):
         ("a.jsonl", '{"prompt": "p", "answer": 1}\n\n{"prompt"\n', ["line 3"]),
         ("a.jsonl", '{"prompt": "p", "gold": 1}', ["record 1", "'answer'", "prompt, gold", "--data.columns"]),
         ("a.jsonl", '{"prompt": "p", "answer": "Paris"}', ["1 test problems", "numeric", "--data.answer_kind"]),
-        ("a.jsonl", '{"prompt": "p", "answer": 1, "answer": 2}', ["line 1", "'answer' is there twice"]),
         ("a.jsonl", '{"prompt": "p", "answer": 1}\n{"prompt": "\\ud800", "answer": 1}', ["record 2", "surrogate"]),
         ("a.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": 1}', ["type image"]),
+        ("a.jsonl", '{"prompt": "<image>Which?", "images": ["x.png"], "answer": 1}', ["record 1", "has an <image>"]),
         ("a.jsonl", "7\n", ["record 1 must be an object"]),
         ("a.jsonl", '{"prompt": "p", "answer": {"value": 1}}', ["record 1", "'answer' is a dict"]),
         ("a.jsonl", '{"prompt": " ", "answer": 1}', ["record 1", "'prompt' is empty"]),
@@ -457,8 +453,6 @@ def test_chats_are_prompts(tmp_path, suffix):
         ("a.xml", "<Root>", []),
         ("a.csv", "prompt,answer\np,1\nq,1,234\n", ["line 3", "columns"]),
         ("a.csv", "prompt,answer\np,1\nq\n", ["line 3 has 1 cells, and the header 2 columns"]),
-        ("a.csv", "prompt,answer,answer\np,1,2\n", ["'answer' is there twice"]),
-        ("a.parquet", [["p"], [1], [2]], ["'answer' is there twice"]),
         ("a.parquet", "not parquet", []),
         ("a.jsonl.gz", "not compressed", []),
     ],
@@ -466,10 +460,7 @@ def test_chats_are_prompts(tmp_path, suffix):
 )
 def test_a_malformed_file_is_named_with_the_record_and_the_column(tmp_path, name, content, named):
     path = tmp_path / name
-    if isinstance(content, str):
-        path.write_text(content)
-    else:
-        pyarrow.parquet.write_table(pyarrow.table(content, names=["prompt", "answer", "answer"]), path)
+    path.write_text(content)
     with pytest.raises(ValueError, match=re.escape(str(path))) as error:
         load_problems("file", "test", path)
     assert all(part in str(error.value) for part in named), error.value

@@ -26,15 +26,14 @@ SPLIT_WORDS |= dict.fromkeys(("training", "pretrain", "pretraining"), "train")
 SPLIT_WORDS |= dict.fromkeys(("valid", "val", "dev"), "validation")
 GENERATED_SIZES = {"train": 10_000, "validation": 500, "test": 500}  # without a limit
 ENOUGH_TO_HOLD_OUT = 50  # problems
-ABOUT_TABLES = ("dataset_dict.json", "dataset_info.json", "state.json")  # of `Dataset.save_to_disk`
 FEW = 0.1  # of the answers are of another kind than the others
 
 
 class Part(NamedTuple):
-    """A file, or a split of the hub: its name, its place for messages, and its records."""
+    """A file, or a split of the hub."""
 
     name: str
-    place: str
+    place: str  # for messages
     records: Iterable[files.Record]
 
 
@@ -55,18 +54,16 @@ def group_by_split(parts: list[Part], splits: dict[str, str]) -> dict[str, list[
 def local_parts(path: Path, skip: str = "") -> list[Part]:
     """A file; or the files of a folder by their place, hidden ones and those with ``skip`` in their path left out.
 
-    Of a folder by `Dataset.save_to_disk` without the JSON about its tables, and without later operations' caches.
+    Of a folder by `Dataset.save_to_disk` these are the tables, without caches of later operations.
     """
     if path.is_file() and files.file_format(path):
         return [Part(path.name, str(path), files.read_records(path))]
+    tables = [file for file in path.rglob("*.arrow") if not file.name.startswith("cache-")]
     parts = []
-    data_files = sorted(file for file in path.rglob("*") if files.file_format(file))
-    has_tables = any(file.suffix == ".arrow" for file in data_files)
-    for file in data_files:
+    for file in sorted(tables or path.rglob("*")):
         place = file.relative_to(path)
-        hidden = any(part.startswith(".") for part in place.parts)
-        is_about = has_tables and (file.name in ABOUT_TABLES or file.name.startswith("cache-"))
-        if not hidden and not is_about and not (skip and skip in str(place)):
+        is_hidden = any(part.startswith(".") for part in place.parts)
+        if files.file_format(file) and not is_hidden and not (skip and skip in str(place)):
             parts.append(Part(str(place), str(file), files.read_records(file)))
     if not parts:
         raise ValueError(f"{path} holds no {', '.join(files.READERS)} file; check --data.path")
@@ -91,13 +88,10 @@ def refuse_mixed_answers(place: Path | str, n_numbers: int, n_texts: int) -> NoR
 
 
 def holdout_share(path: Path, holdout: float | None) -> float | None:
-    """Share of a local file's or folder's problems that becomes test; None if there is no test.
-
-    Unset, it is a fifth where there is a single split of at least 50 problems; 0 leaves the splits as they are named.
-    """
+    """Share of local problems that becomes test: unset a fifth of a single split of 50 or more; None without a test."""
     parts = local_parts(path)
     groups = group_by_split(parts, {})
-    if holdout is None and (not groups or groups.keys() == {"train"}):
+    if holdout is None and groups.keys() <= {"train"}:
         records = (record for part in groups.get("train", parts) for record in part.records)
         if len(list(islice(records, ENOUGH_TO_HOLD_OUT))) == ENOUGH_TO_HOLD_OUT:
             return 0.2
@@ -131,7 +125,6 @@ def prompt_words(problem: Problem) -> str:
 
 
 def is_held_out(problem: Problem, seed: int, share: float) -> bool:
-    """Decide by the hash of the prompt's words."""
     digest = hashlib.sha256(f"{seed} {prompt_words(problem)}".encode()).digest()
     return int.from_bytes(digest[:8]) < share * 2**64
 
@@ -172,10 +165,7 @@ def read_problem(source: Source, name: str, kind: AnswerKind, record: files.Reco
 def read_split(
     source: Source, name: str, kind: AnswerKind, split: str, path: Path | None, seed: int, holdout: float
 ) -> list[Problem]:
-    """Read one split, gold answers still as text.
-
-    A single split is divided by ``holdout``, and train into train and validation where no split is validation.
-    """
+    """Read one split, gold answers still as text, of a single one its share by ``holdout``."""
     parts = hub_parts(source) if path is None else local_parts(path, source.skip)
     if path is None and source.splits:
         parts = [part for part in parts if part.name in source.splits]
@@ -189,9 +179,7 @@ def read_split(
     published = "train" if split == "validation" and split not in groups else split
     if published not in groups:
         fix = f"name a file {split}.jsonl" if path else "name it in the splits of --data.hub"
-        fix += ", or divide a single split with --data.holdout 0.2"
-        if split == "test":
-            fix += "; --run.test_limit 0 trains without a test"
+        fix += ", or divide a single split with --data.holdout 0.2; --run.test_limit 0 trains without a test"
         raise ValueError(f"{path or source.hub_id} has no {split} split, only {' and '.join(sorted(groups))}; {fix}")
 
     drafts = []
@@ -215,11 +203,9 @@ def parse_answers(drafts: list[Problem], kind: AnswerKind, name: str, split: str
     """Turn gold answers from text into the kind asked for; problems without one are left out, and counted in a line."""
     if kind == "none":
         return [replace(draft, answer=None) for draft in drafts]
-    problems = []
-    for draft in drafts:
-        answer = parse_gold(draft.answer) if kind == "number" else draft.answer or None
-        if answer is not None:
-            problems.append(replace(draft, answer=answer))
+    golds = [parse_gold(draft.answer) if kind == "number" else draft.answer or None for draft in drafts]
+    pairs = zip(drafts, golds, strict=True)
+    problems = [replace(draft, answer=gold) for draft, gold in pairs if gold is not None]
     what = "a numeric answer" if kind == "number" else "an answer"
     if not problems:
         fix = "check --data.columns and --data.answer_kind (number, text or none)"
@@ -243,18 +229,8 @@ def load_problems(
 ) -> list[Problem]:
     """Load the problems of one split that have an answer of the kind asked for; print how many were left out, if any.
 
-    Train, a validation split made of it, and both of a mixture are shuffled by the seed; everything else keeps its
-    order, a mixture's test split one source after the other. The parameters are `pspo.config.DataConfig`'s. Besides:
-
-    Args:
-        split: train, validation or test
-        path: in a source's own format; mixtures need a folder with one folder per source
-        limit: most problems, of a test split drawn by the seed. None for all. A generated source has 10,000 for train
-            and 500 for the others by default, and at least as many in a mixture
-        columns: of your own data, names of the columns {"prompt": ..., "answer": ...}. Prompts are text or lists of
-            turns {"role": ..., "content": ...}. All other columns are `Problem.fields`.
-        hub: of a data set of the hub, any of its "config", "revision" and "splits", its names by ours
-        holdout: share of a single split that becomes test; problems of the same words are on one side
+    Train, a validation split made of it, and both of a mixture are shuffled by the seed. Parameters are
+    `pspo.config.DataConfig`'s. ``path`` of a mixture has one folder per source; ``limit`` draws of a test by the seed.
     """
     names = name.split("+")
     if split not in SPLITS:

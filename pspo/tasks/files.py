@@ -1,7 +1,6 @@
 """Readers of local files, compressed or not: JSON lines, JSON, CSV, parquet, arrow and ASDiv's XML, as rows.
 
-Not by `datasets`, because gold answers keep their decimal digits: 0.1 in a JSON file is Decimal("0.1"), never a binary
-float.
+Not by `datasets`, because gold answers keep their decimal digits: 0.1 in a JSON file is Decimal("0.1").
 """
 
 import csv
@@ -26,11 +25,8 @@ DAMAGE = (ValueError, InvalidOperation, NotImplementedError, OSError, RecursionE
 
 
 def local_path(path: str | Path) -> Path:
-    """A path as a user wrote it, with ~ for the home folder; ValueError for bytes that no file of a run can hold."""
-    expanded = os.path.expanduser(path)
-    if any("\udc80" <= character <= "\udcff" for character in expanded):  # as Python reads bytes that are no UTF-8
-        raise ValueError(f"the path {expanded} is not UTF-8: rename the file or folder")
-    return Path(expanded)
+    """A path as a user wrote it, with ~ for the home folder."""
+    return Path(os.path.expanduser(path))
 
 
 def nested_value(record: Record, column: str) -> Any:
@@ -55,6 +51,8 @@ def column_text(record: Record, column: str, is_optional: bool = False) -> str:
 def read_prompt(record: Record, columns: Sequence[str]) -> str | Messages:
     """Columns as one text, a single one with its outer blanks; or the chat that it holds as a list."""
     value = nested_value(record, columns[0])
+    if "<image>" in str(value) and (record.get("images") or record.get("image")):
+        raise ValueError(f"column {columns[0]!r} has an <image>, which is not read: leave out such records")
     if isinstance(value, list):
         check_chat(value)
         return without_gaps(value)
@@ -111,44 +109,34 @@ def read_text(path: Path) -> str:
         raise ValueError(f"not UTF-8, convert it: {error}") from error
 
 
-def to_record(pairs: Iterable[tuple[str, Any]]) -> Record:
-    """The values by column; ValueError for a column that is there twice."""
-    record: Record = {}
-    for column, value in pairs:
-        if column in record:
-            raise ValueError(f"column {column!r} is there twice: rename or remove one")
-        record[column] = value
-    return record
-
-
 def table_records(table: Any) -> Iterator[Record]:
     """The rows of a pyarrow table; class labels of `datasets` by their names."""
     info = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}")).get("info") or {}
     features = info.get("features") or {}
-    columns = []
-    for field, column in zip(table.schema, table.columns, strict=True):
-        feature = features.get(field.name)
-        names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
-        values = [shortest_decimals(value, field.type) for value in column.to_pylist()]
-        columns.append(
-            [names[i] if i is not None and 0 <= i < len(names) else None for i in values] if names else values
-        )
-    for row in zip(*columns, strict=True):
-        yield to_record(zip(table.schema.names, map(without_gaps, row), strict=True))
+    for row in table.to_pylist():
+        values = {f.name: read_value(row[f.name], f.type, features.get(f.name)) for f in table.schema}
+        yield {name: without_gaps(value) for name, value in values.items()}
 
 
-def shortest_decimals(value: Any, kind: Any) -> Any:
-    """A value of a pyarrow type, also a list or an object, with 99.99 for the float32 next to 99.99."""
+def read_value(value: Any, kind: Any, feature: Any) -> Any:
+    """A value of a pyarrow type and a feature of `datasets`, also a list or an object.
+
+    The float32 next to 99.99 is 99.99, and a class label its name.
+    """
     import pyarrow.types as types  # slow to import
 
-    if value is None or types.is_float64(kind):
-        return value
-    if types.is_floating(kind):
-        return float(str(np.float16(value) if types.is_float16(kind) else np.float32(value)))
+    feature = feature[0] if isinstance(feature, list) else feature or {}
+    feature = feature.get("feature") or feature  # of a list's parts
+    if value is None:
+        return None
+    if types.is_float32(kind) or types.is_float16(kind):
+        return float(str((np.float16 if types.is_float16(kind) else np.float32)(value)))
     if types.is_struct(kind):
-        return {field.name: shortest_decimals(value[field.name], field.type) for field in kind}
+        return {field.name: read_value(value[field.name], field.type, feature.get(field.name)) for field in kind}
     if isinstance(value, list) and not types.is_map(kind):
-        return [shortest_decimals(part, kind.value_type) for part in value]
+        return [read_value(part, kind.value_type, feature) for part in value]
+    if feature.get("_type") == "ClassLabel":
+        return feature["names"][value] if value >= 0 else None
     return value
 
 
@@ -165,7 +153,7 @@ class WrittenNumber(Decimal):
 
 
 def _parse_json(text: str) -> Any:  # JSON has no NaN
-    return json.loads(text, parse_float=WrittenNumber, parse_constant=lambda _: None, object_pairs_hook=to_record)
+    return json.loads(text, parse_float=WrittenNumber, parse_constant=lambda _: None)
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
@@ -180,8 +168,6 @@ def _read_jsonl(path: Path) -> Iterator[Any]:
 
 def _read_json(path: Path) -> list[Any]:
     content = _parse_json(read_text(path))
-    if isinstance(content, dict) and list(content) == ["data"] and isinstance(content["data"], list):
-        content = content["data"]
     return content if isinstance(content, list) else [content]  # MATH's original has one file per problem
 
 
@@ -193,7 +179,7 @@ def _read_csv(path: Path) -> Iterator[Record]:
         if len(cells) != len(header):
             sizes = f"{len(cells)} cells, and the header {len(header)} columns"
             raise ValueError(f"line {reader.line_num} has {sizes}; quote cells that hold commas")
-        yield to_record(zip(header, cells, strict=True))
+        yield dict(zip(header, cells, strict=True))
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
@@ -206,10 +192,7 @@ def _read_arrow(path: Path) -> Iterator[Record]:
     import pyarrow  # slow to import
 
     with pyarrow.memory_map(str(path)) as source:
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        yield from table_records(reader.read_all())
+        yield from table_records(pyarrow.ipc.open_stream(source).read_all())
 
 
 def _read_asdiv_xml(path: Path) -> Iterator[Record]:

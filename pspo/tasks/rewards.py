@@ -1,13 +1,8 @@
 """Score completions by reward functions, which get the inputs that their parameters name.
 
 A reward of your own is a function or a subclass of `Reward`, named by its import path: --reward.functions
-'[my_rewards.brevity]'. It is called with the keyword arguments that its signature names, of those in `all_inputs`;
-``**kwargs`` takes all. docs/guide/rewards.md explains each. A plain function gets, as in TRL, completions as chats of
-one message where the prompt is a chat.
-
-It returns one finite number per completion, as a list, tuple, array or tensor; None is "not mine": the function is left
-out of that completion's sum. ``async def`` functions are awaited. Values that it logs by TRL's ``log_metric`` and
-``log_extra`` become columns of the batch.
+'[my_rewards.brevity]'. Its parameters name what it gets of `all_inputs`; ``**kwargs`` takes all. It returns one finite
+number per completion, None for "not mine". ``async def`` functions are awaited. docs/guide/rewards.md has the rest.
 """
 
 import asyncio
@@ -44,16 +39,13 @@ Result = tuple[list[float | None], Columns]
 
 
 class Reward(ABC):
-    """Base class of all rewards; not a dataclass: subclasses choose.
+    """Base class of all rewards; not a dataclass: subclasses choose."""
 
-    ``compares_answers`` is True for one that compares a completion's answer with the gold one, as accuracy does.
-    """
-
-    compares_answers = False
+    compares_answers = False  # True for one that compares a completion's answer with the gold one, as accuracy does
 
     @abstractmethod
     def __call__(self, completions: list[str], *args: Any, **kwargs: Any) -> Sequence[float | None]:
-        """Return one number per completion; the parameters' names say what it is called with (see this module)."""
+        """Return one number per completion; the parameters' names say what it is called with."""
 
     def check_problems(self, problems: Sequence[Problem]) -> None:  # noqa: B027
         """Raise RewardError if a problem cannot be scored; called before anything is trained."""
@@ -101,8 +93,9 @@ class MathReward(Reward):
     def check_problems(self, problems: Sequence[Problem]) -> None:
         for problem in problems:
             if not isinstance(problem.answer, int | Fraction):
-                what = f"not {problem.answer!r}; ExactMatch compares texts"
-                raise RewardError(f"MathReward needs numeric answers, {what}")
+                raise RewardError(
+                    f"MathReward needs numeric answers, not {problem.answer!r}; ExactMatch compares texts"
+                )
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
         tolerance = Fraction(str(self.tolerance))  # as written: Fraction(1e-6) is slightly below 1/10**6
@@ -238,24 +231,16 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
     """Values of n completions, and what the function logs; RewardError unless there are n finite numbers or None."""
     name = reward_name(function)
     columns: Columns = {}
-
-    def log_metric(name: str, value: float) -> None:
-        columns[str(name)] = [float(value)] * n
-
-    def log_extra(name: str, values: Sequence[Any]) -> None:
-        columns[str(name)] = [plain_value(value) for value in values]
-
-    loggers = {"log_metric": log_metric, "log_extra": log_extra}  # TRL's
+    loggers = {  # TRL's
+        "log_metric": lambda key, value: columns.update({str(key): [float(value)] * n}),
+        "log_extra": lambda key, column: columns.update({str(key): [plain_value(value) for value in column]}),
+    }
     arguments = arguments | {key: loggers[key] for key in LOGGERS if key in arguments}
     try:
         with undo_changes():
             values = function(**arguments)
             if inspect.iscoroutine(values):
-                future = asyncio.run_coroutine_threadsafe(values, event_loop())
-                try:
-                    values = future.result()
-                finally:
-                    future.cancel()  # if a signal ends the wait
+                values = asyncio.run_coroutine_threadsafe(values, event_loop()).result()
     except SystemExit as error:
         raise RewardError(f"reward {name} called sys.exit({error.code!r})") from error
     values = values.tolist() if hasattr(values, "tolist") else values
@@ -299,29 +284,28 @@ def guarded_values(
     Without workers it is called once, and if that fails, group by group; a worker process gets a group at a time. A
     group whose call fails is unknown (NaN).
     """
-    n = len(problems)
-    whole = None if workers or timeout else attempt_reward(function, arguments, n)
-    if isinstance(whole, tuple):
-        return *whole, None
-    if whole is not None and on_error == "raise":
-        raise whole
+
+    def call(rows: slice) -> tuple[Callable[..., Any], dict[str, Any], int]:  # what is no list is for all
+        inputs = {key: value[rows] if isinstance(value, list) else value for key, value in arguments.items()}
+        return function, inputs, len(problems[rows])
+
     groups = group_slices(problems)
-    calls = []
-    for group in groups:  # what is no list is for all
-        inputs = {key: value[group] if isinstance(value, list) else value for key, value in arguments.items()}
-        calls.append((function, inputs, group.stop - group.start))
-    if whole is None:  # what hangs can be killed in a process of its own only
-        results = worker_pool(max(workers, 1)).map(call_reward, calls, timeout)
+    if workers or timeout:  # what hangs can be killed in a process of its own only
+        results = worker_pool(max(workers, 1)).map(call_reward, list(map(call, groups)), timeout)
     else:
-        results = [attempt_reward(*call) for call in calls]
-    values: list[float | None] = [math.nan] * n
+        results = [attempt_reward(function, arguments, len(problems))]
+        if on_error == "raise" or isinstance(results[0], tuple):
+            groups = [slice(0, len(problems))]
+        else:
+            results = [attempt_reward(*call(group)) for group in groups]
+    values: list[float | None] = [math.nan] * len(problems)
     logged: Columns = {}
     first_error = None
     for group, result in zip(groups, results, strict=True):
         if isinstance(result, tuple):
             values[group], columns = result
             for key, column in columns.items():
-                logged.setdefault(key, [None] * n)[group] = column
+                logged.setdefault(key, [None] * len(problems))[group] = column
         elif on_error == "raise":
             is_late = isinstance(result, TimeoutError)
             raise TimeoutError(f"reward {reward_name(function)} {result}") if is_late else result
@@ -350,9 +334,7 @@ def total_rewards(
 ) -> Scores:
     """Score completions by a weighted sum of functions; other parameters are `pspo.config.RewardConfig`'s.
 
-    Args:
-        environment_rewards: one more function's
-        inputs: what else functions may ask for by name, such as completion_ids
+    ``environment_rewards`` are one more function's; ``inputs`` what else functions may ask for by name.
     """
     inputs = {"completions": completions, "problems": problems} | inputs
     weights = [1.0] * len(functions) if weights is None else list(weights)
@@ -362,10 +344,6 @@ def total_rewards(
     for function in functions:
         name = unique_name(reward_name(function), {"environment", *values})
         arguments = reward_arguments(function, inputs)
-        is_built_in = type(function).__module__.startswith("pspo.")
-        if is_built_in and on_error == "raise" and not timeout and not workers:
-            values[name] = function(**arguments)
-            continue
         values[name], columns, error = guarded_values(function, arguments, problems, timeout, on_error, workers)
         for key, column in columns.items():
             logged[unique_name(key, logged)] = column
