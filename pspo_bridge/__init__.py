@@ -21,8 +21,8 @@ BUILT_IN = [
 def make_surrogate(surrogate: Surrogate | str | dict[str, Any], **arguments: Any) -> Surrogate:
     """Make a surrogate from its name, such as "PSPO", or the import path of your own class, and its arguments.
 
-    An instance is returned as it is; {"class_path": "PSPO", "init_args": {"alpha": 0.2}} says both in one value, as
-    pspo's config.yaml does. Raises ValueError for a name or an argument that there is not.
+    {"class_path": "PSPO", "init_args": {"alpha": 0.2}} says both in one value. An instance is returned as it is.
+    Raises ValueError for an unknown name or argument.
     """
     if isinstance(surrogate, dict):
         if "class_path" not in surrogate or surrogate.keys() - {"class_path", "init_args"}:
@@ -68,13 +68,12 @@ def token_losses(
 
     Args:
         surrogate: as `make_surrogate` takes it, or what the method `bind_step` of one gives.
-        logprobs, old_logprobs, mask: (B, T), each row a completion.
-        advantages: (B, 1) or (B, T).
+        logprobs, old_logprobs, mask: (B, T), each row a completion; advantages: (B, 1) or (B, T).
 
     Returns:
         The losses, 0 where masked, and scalars, means over the unmasked tokens with A != 0: ``ratio`` r; ``slope``
-        dL/dlogprob / (-A r), which is always 1 - alpha for PSPO, 1 for NoClip, and for Clip the share of tokens inside
-        the range; ``zero_weight_share``, the share of tokens without gradient. NaN where there is no such token.
+        dL/dlogprob / (-A r): 1 - alpha for PSPO, 1 for NoClip, for Clip the share of tokens inside the range;
+        ``zero_weight_share``, the share of tokens without gradient. NaN where there is no such token.
     """
     if isinstance(surrogate, str | dict):
         surrogate = make_surrogate(surrogate)

@@ -5,8 +5,7 @@
     import_path = "pspo_bridge.prime_rl.loss"
     kwargs = { surrogate = "PSPO", alpha = 0.1 }
 
-Written for the `LossInputs` and `LossOutputs` that prime-rl documents, and tested with stand-ins of that form: it is on
-no package index.
+Tested with stand-ins of the `LossInputs` and `LossOutputs` that prime-rl documents: it is on no package index.
 """
 
 from typing import Any
@@ -17,15 +16,8 @@ from pspo_bridge import make_surrogate, token_losses
 def loss(inputs: Any, surrogate: str = "PSPO", **arguments: Any) -> Any:
     """Summed loss of one sequence, a `LossOutputs`; prime-rl divides it by the number of tokens of the batch.
 
-    Ratios are to ``inference_logprobs``, the policy that drew the tokens: prime-rl keeps no others. A custom loss has
-    no KL to it, which prime-rl's own has; `SquaredLogRatio` is a loss with one. A sequence without an advantage has no
-    metrics.
-
-    Args:
-        inputs: prime-rl's `LossInputs`: ``trainer_logprobs``, ``inference_logprobs``, ``advantages``, ``loss_mask``,
-            and ``loss_weights`` or None, (T,) each.
-        surrogate: a name of `pspo.losses`, or the import path of a class of your own.
-        arguments: its arguments.
+    ``inputs`` are prime-rl's `LossInputs`, (T,) each. Ratios are to ``inference_logprobs``: it keeps no others.
+    A custom loss has no KL to them, which prime-rl's own has. A sequence without an advantage has no metrics.
     """
     from prime_rl.trainer.rl.loss import LossOutputs  # installed where this is called
 

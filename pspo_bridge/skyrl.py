@@ -19,15 +19,12 @@ from pspo_bridge import BUILT_IN, Surrogate, make_surrogate, token_losses
 
 
 def register(surrogate: Surrogate | str, anchor: str = "old", **arguments: Any) -> None:
-    """Register a surrogate as ``pspo.NAME``, NAME that of its class: an instance, or a name with arguments. It replaces
-    one of that name.
+    """Register a surrogate as ``pspo.`` and its class's name, in place of an earlier one of that name.
 
-    ``anchor`` says what ratios are formed against: "old", log-probs that SkyRL computes before its update, corrected as
-    it corrects its own losses; or "rollout", the engine's, without a correction. SkyRL's fully async trainer computes
-    the former by a policy that has moved since: there use "rollout".
+    Ratios are to ``anchor``: "old", log-probs that SkyRL computes before its update, corrected as for its own losses;
+    or "rollout", the engine's, uncorrected: for its fully async trainer, whose policy has moved before that.
 
-    SkyRL divides advantages by the number of tokens and sums losses, so that the loss must be proportional to the
-    advantages, as all of `pspo.losses` but P3O with a kl_coef and DRO are; ValueError for these.
+    Raises ValueError for P3O with a kl_coef and DRO: SkyRL divides advantages, not losses, by the number of tokens.
     """
     made = make_surrogate(surrogate, **arguments)
     if anchor not in ("old", "rollout"):

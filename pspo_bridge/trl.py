@@ -8,8 +8,7 @@
     )
 
 TRL multiplies advantages by ratios. `LossAdvantages` stands for the advantages there, and gives minus the surrogate's
-loss: what TRL does next with the loss of a token (masks, corrections, KL, entropy, normalisation) it does with that.
-Tried with the versions of TRL that docs/guide/bridge.md names.
+loss. TRL's masks, corrections, KL, entropy and normalisation then apply to that.
 """
 
 import dataclasses
@@ -28,17 +27,13 @@ import yaml
 from torch import Tensor
 from transformers import TrainerCallback
 
-import pspo.losses
 from pspo.losses import CISPO, GSPO, SAPO, VESPO, Clip, Surrogate, diagnose
 from pspo.token_table import TOKENS, token_texts, write_tokens
-from pspo_bridge import make_surrogate, token_losses
+from pspo_bridge import BUILT_IN, make_surrogate, token_losses
 
 TRIED = "pip install trl==1.16.0"
 AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # values of loss_type whose losses are PPO's clip
-REPLACED = (  # arguments of losses of TRL's
-    "epsilon", "epsilon_high", "delta", "importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg",
-    "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
-)  # fmt: skip
+REPLACED = ("epsilon", "delta", "importance_sampling_level", "sapo_", "vespo_")  # arguments of TRL's losses begin so
 METRICS = {  # names in metrics.jsonl of what TRL logs
     "num_tokens": "tokens",
     "completions/mean_length": "completion_tokens",
@@ -54,7 +49,7 @@ GOLD = ("answer", "solution", "gold", "ground_truth", "target")  # columns of da
 
 
 class LossAdvantages:
-    """Advantages (B, 1) or (B, T) to whoever compares them, and minus the losses (B, T) to whoever multiplies."""
+    """Compared, it is the advantages (B, 1) or (B, T); multiplied, minus the losses (B, T)."""
 
     def __init__(self, advantages: Tensor) -> None:
         self.advantages = advantages if advantages.dim() == 2 else advantages[:, None]
@@ -77,13 +72,10 @@ class LossAdvantages:
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's trainer with one more argument; all others are TRL's, and its metrics, clip ratios at its epsilon included.
+    """TRL's trainer with one more argument. All others are TRL's, and so are its metrics, clip ratios included.
 
-    Args:
-        surrogate: an instance of a `pspo.losses.Surrogate`; a name or an import path; one with arguments as
-            {"class_path": "PSPO", "init_args": {"alpha": 0.2}}; or None for TRL's own loss, unchanged.
-
-    Raises ValueError for a surrogate that there is not, and for arguments of TRL's own losses, which have no effect.
+    ``surrogate`` is what `pspo_bridge.make_surrogate` takes, or None for TRL's own loss, unchanged. Raises ValueError
+    for an unknown one, and for arguments of TRL's own losses, which have no effect.
     """
 
     def __init__(
@@ -97,26 +89,21 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> None:
         self.surrogate = None if surrogate is None else make_surrogate(surrogate)
         check_trainer(type(self), args)
-        if args is not None and self.surrogate is not None:
+        if args and self.surrogate:
             check_arguments(args, self.surrogate)
         self.loss_inputs: dict[str, Any] | None = None  # of the microbatch whose loss is computed
         super().__init__(model, reward_funcs, args, *others, **options)
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
         for callback in self.callback_handler.callbacks:
-            if isinstance(callback, Record) and callback.trainer is None:
+            if isinstance(callback, Record):
                 callback.attach(self)
-        return super().train(*args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if self.surrogate is None:
             return super()._compute_loss(model, inputs)
         advantages = LossAdvantages(inputs["advantages"])
         self.loss_inputs = inputs | {"advantages": advantages}
-        try:
-            loss = super()._compute_loss(model, self.loss_inputs)
-        finally:
-            self.loss_inputs = None
+        loss = super()._compute_loss(model, self.loss_inputs)
+        self.loss_inputs = None
         if advantages.losses is None:
             raise RuntimeError(f"the loss of TRL {trl.__version__} takes another way: {TRIED}")
         return loss
@@ -130,8 +117,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             stand_in = inputs["advantages"]
             stand_in.losses, metrics = token_losses(surrogate, outputs[0], old, stand_in.advantages, loss_mask(inputs))
             mode = "train" if self.model.training else "eval"
-            means = self.accelerator.gather(torch.stack(list(metrics.values()))[None]).nanmean(dim=0).tolist()
-            for name, mean in zip(metrics, means, strict=True):
+            for name, value in metrics.items():
+                mean = self.accelerator.gather(value).nanmean().item()
                 if not math.isnan(mean):
                     self._metrics[mode][f"surrogate/{name}"].append(mean)
         return outputs
@@ -149,9 +136,8 @@ def loss_mask(inputs: dict[str, Any]) -> Tensor:
 
 def check_trainer(kind: type, args: trl.GRPOConfig | None) -> None:
     """Raise ValueError unless a class computes its loss by TRL's methods, which the bridge and `Record` go through."""
-    for name in ("use_liger_kernel", "use_liger_loss"):
-        if getattr(args, name, False):
-            raise ValueError(f"{name}=True computes a loss of its own, without log-probs: leave it out")
+    if getattr(args, "use_liger_kernel", False):
+        raise ValueError("use_liger_kernel=True computes a loss of its own, without log-probs: leave it out")
     for name in ("_compute_loss", "_get_per_token_logps_and_entropies", "_calculate_rewards"):
         if not hasattr(kind, name):
             raise ValueError(f"{kind.__name__} of TRL {trl.__version__} has no method {name}: {TRIED}")
@@ -166,8 +152,9 @@ def check_arguments(args: trl.GRPOConfig, surrogate: Surrogate) -> None:
     if args.loss_type not in AGGREGATIONS:
         fix = f"loss_type says how losses are averaged: one of {', '.join(AGGREGATIONS)}"
         raise ValueError(f"loss_type={args.loss_type!r} is a loss of TRL's: name it as surrogate=; {fix}")
-    for name in REPLACED:
-        value = getattr(args, name, None)
+    for name, value in vars(args).items():
+        if not name.startswith(REPLACED):
+            continue
         known = getattr(surrogate, name, None)
         if known is None and name == "epsilon_high":
             known = getattr(surrogate, "epsilon", None)
@@ -176,12 +163,11 @@ def check_arguments(args: trl.GRPOConfig, surrogate: Surrogate) -> None:
 
 
 class Record(TrainerCallback):
-    """Writes a run folder for ``pspo view``, ``report`` and ``compare``: settings, all that TRL logs, and of each
-    rollout's first groups completions and tokens. It changes no bit of the training. Of process 0's rows.
+    """Writes a run folder for ``pspo view``, ``report`` and ``compare``: settings, all that TRL logs, and completions
+    and tokens of each rollout's first groups, on process 0. It changes no bit of the training.
 
-    The weight of a token is what it had: d loss of the optimizer step / d logprob, taken where TRL's backward pass
-    computes it, after its masks, corrections and KL, times the step's number of tokens (of a token mean: d loss of the
-    token / d logprob). Entropy bonus and router losses have gradients past the log-probs, which it lacks.
+    The weight of a token is d loss / d logprob of TRL's own backward pass, after masks, corrections and KL, times the
+    step's number of tokens. It lacks the gradients of an entropy bonus and of a router's loss.
 
     Args:
         folder: of the run: a new one, or with `resume_from_checkpoint` that of the run that is resumed.
@@ -271,7 +257,6 @@ class Record(TrainerCallback):
         """Keep the first groups of a rollout."""
         trainer = self.trainer
         rewards = self.rewards[trainer.accelerator.process_index * len(inputs) :].tolist()
-        tokenizer = tokenizer_of(trainer)
         stops = stop_ids(trainer)
         for i, row in enumerate(rows[: self.groups * trainer.num_generations]):
             prompt = json.dumps(inputs[i].get("prompt", ""), default=str)
@@ -285,7 +270,7 @@ class Record(TrainerCallback):
                 "sample": i % trainer.num_generations,
                 "prompt": json.loads(prompt),
                 "gold": next((inputs[i][name] for name in GOLD if name in inputs[i]), None),
-                "completion": tokenizer.decode(ids, skip_special_tokens=True),
+                "completion": tokenizer_of(trainer).decode(ids, skip_special_tokens=True),
                 "reward": sum(weight * value for weight, value in weighted if value is not None),
                 "advantage": advantages[i].flatten()[0].item(),
                 "tokens": len(ids),
@@ -319,12 +304,10 @@ class Record(TrainerCallback):
     def on_step_end(self, args: trl.GRPOConfig, state: Any, control: Any, **_: Any) -> None:
         if not self.microbatches:
             raise RuntimeError(f"the loss of TRL {trl.__version__} takes another way than Record knows: {TRIED}")
-        parts: dict[str, list[Tensor]] = {name: [] for name in self.microbatches[0]}
-        for microbatch in self.microbatches:
-            mask = microbatch["mask"]
-            for name, values in parts.items():
-                values.append(microbatch[name].expand_as(mask)[mask].cpu())
-        tokens = {name: torch.cat(values) for name, values in parts.items()}
+        tokens = {
+            name: torch.cat([one[name].expand_as(one["mask"])[one["mask"]].cpu() for one in self.microbatches])
+            for name in self.microbatches[0]
+        }
         self.microbatches = []
         tokens["weight"] *= len(tokens["weight"])
         is_recorded = torch.isin(tokens["row"], torch.tensor(list(self.samples)))
@@ -346,11 +329,10 @@ class Record(TrainerCallback):
                 lines.write(as_lines(sample | {"step": step} for sample in self.samples.values()))
             parts = []
             for place, (row, ids) in enumerate(self.token_ids.items()):
+                sample = self.samples[row]
                 texts = token_texts(tokenizer_of(self.trainer), ids)
-                names = {name: self.samples[row][name] for name in ("problem", "sample")} | {"drawn": row, "row": place}
-                parts.append(
-                    pd.DataFrame({"position": range(len(ids)), "token_id": ids, "text": texts}).assign(**names)
-                )
+                part = pd.DataFrame({"position": range(len(ids)), "token_id": ids, "text": texts})
+                parts.append(part.assign(drawn=row, row=place, problem=sample["problem"], sample=sample["sample"]))
             visits = pd.concat(self.visits, ignore_index=True).rename(columns={"row": "drawn"})
             tokens = visits.merge(pd.concat(parts), on=["drawn", "position"])
             write_tokens(self.folder, step, [dict(tokens.items())])
@@ -362,22 +344,16 @@ class Record(TrainerCallback):
         if "train_runtime" in logs:
             self.summary = dict(logs)
         elif state.is_world_process_zero and self.folder.exists():  # not of an evaluation before the training
-            values = {metric_name(name): value for name, value in logs.items()}
-            if "loss" in logs:
-                values |= self.statistics
-                self.statistics = {}
-            self.add_metrics(state.global_step, values)
-
-    def add_metrics(self, step: int, values: dict[str, Any]) -> None:
-        """Write values into the line of a step, which training and evaluation share."""
-        file = self.folder / "metrics.jsonl"
-        if self.line.get("step") != step:
-            self.line = {"step": step}
-            self.line_begins = file.stat().st_size if file.exists() else 0
-        self.line |= values
-        with file.open("a", encoding="utf-8") as lines:
-            lines.truncate(self.line_begins)
-            lines.write(as_lines([self.line]))
+            with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as lines:
+                if self.line.get("step") != state.global_step:  # training and evaluation share a step's line
+                    self.line = {"step": state.global_step}
+                    self.line_begins = lines.tell()
+                self.line |= {metric_name(name): value for name, value in logs.items()}
+                if "loss" in logs:
+                    self.line |= self.statistics
+                    self.statistics = {}
+                lines.truncate(self.line_begins)
+                lines.write(as_lines([self.line]))
 
     def on_train_end(self, args: trl.GRPOConfig, state: Any, control: Any, **_: Any) -> None:
         self.write_rollout()
@@ -429,7 +405,7 @@ def run_settings(trainer: trl.GRPOTrainer, args: trl.GRPOConfig, max_steps: int,
     """TRL's arguments as switches of pspo: those that docs/guide/trl.md translates."""
     surrogate = getattr(trainer, "surrogate", None) or trl_surrogate(args)
     kind = type(surrogate)
-    module = "pspo.losses" if vars(pspo.losses).get(kind.__name__) is kind else kind.__module__
+    module = "pspo.losses" if kind.__name__ in BUILT_IN else kind.__module__
     fields = dataclasses.asdict(surrogate) if dataclasses.is_dataclass(surrogate) else {}
     return {
         "trainer": "trl",

@@ -24,11 +24,7 @@ CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")  # of
 
 @dataclass
 class PolicyLossConfig(actor.PolicyLossConfig):
-    """verl's section, with the arguments of the surrogate; ValueError for those that it lacks.
-
-    Args:
-        arguments: of the surrogate that ``loss_mode`` names.
-    """
+    """verl's section, with the arguments of the surrogate; ValueError for those that it lacks."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
 
