@@ -85,13 +85,6 @@ def run_main(main: Callable[[], None]) -> None:
             torch_dist.destroy_process_group()
     except SystemExit as error:
         code = error.code or 0
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        if not isinstance(error, torch_dist.DistError) and "gloo" not in reason:
-            raise
-        message = f"rank {rank()} lost another one ({reason}): the same command resumes from the last checkpoint"
-        print(message, file=sys.stderr)
-        code = 1
     atexit._run_exitfuncs()  # trackers register some; Python offers no public way
     sys.stdout.flush()
     sys.stderr.flush()

@@ -15,7 +15,7 @@ from pspo.cli.parse import parse
 from pspo.config import ModelConfig, Section, switch
 from pspo.model.find import resolve_adapters
 from pspo.run.endings import user_errors
-from pspo_vllm.vllm import require_vllm, vllm_options
+from pspo_vllm.vllm import VLLM_VARIABLES, require_vllm, vllm_options
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,9 @@ def serve(config: ServeConfig) -> None:
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         **os.environ,
+        **VLLM_VARIABLES,
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_PLUGINS": ",".join(filter(None, (os.environ.get("VLLM_PLUGINS"), "pspo"))),
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
     }
     os.execve(sys.executable, [*command, *config.arguments], environment)
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,18 +21,23 @@ import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from pspo import distributed as dist
 from pspo.config import ModelConfig, TrainConfig
 from pspo.model import casts_to_bf16
+from pspo.model.adapters import merged_weights
 from pspo.model.device import MAX_ROWS
 from pspo.model.find import locate, resolve_adapters
 from pspo.model.load import weights_dtype
 from pspo.rollout import Sampling
 from pspo.rollout.engine import EngineError
 from pspo.tasks.workers import start_python
-from pspo_vllm.weights import weights_of_files
 
 TESTED = "0.32."  # `serve` uses inner parts of vLLM
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+VLLM_VARIABLES = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler takes log-probs before the temperature
+}
 
 Row = tuple[list[int], list[float]]  # token ids of a completion, and their log-probs
 
@@ -155,6 +162,22 @@ def tolerance(model: ModelConfig, device: torch.device) -> float:
     return 0.03 if engine_dtype(model, device).itemsize == 2 else 0.003
 
 
+@torch.no_grad()
+def weights_of_files(policy: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """`merged_weights`, gathered, under the names and in the shapes of files: the library fuses experts, say.
+
+    A weight that is tied to another one comes under both names: without its own, vLLM draws from another head.
+    """
+    from transformers.core_model_loading import revert_weight_conversion  # takes a second to import
+
+    def layer_prefix(named_weight: tuple[str, Tensor]) -> str:
+        return re.match(r"(.*?\.\d+\.)?", named_weight[0])[0]
+
+    for _, layer in groupby(merged_weights(policy), layer_prefix):
+        weights = {name: dist.full_tensor(weight) for name, weight in layer}
+        yield from revert_weight_conversion(policy, weights).items()
+
+
 def sampling_params(prompts: int, sampling: Sampling, group_size: int) -> list[dict[str, Any]]:
     """The fields of vLLM's SamplingParams for each of the prompts, with a seed from torch's global generator."""
     values = {
@@ -218,9 +241,7 @@ def set_environment(device: torch.device) -> None:
     """Set the variables that vLLM reads when it is imported, and send what it prints nowhere, unless asked for."""
     for name in TORCHRUN_VARIABLES:
         os.environ.pop(name, None)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # its sampler takes log-probs before the temperature
+    os.environ |= VLLM_VARIABLES | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
     if "VLLM_LOGGING_LEVEL" not in os.environ:  # errors go to the trainer
         silent = os.open(os.devnull, os.O_WRONLY)

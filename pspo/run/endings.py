@@ -11,8 +11,7 @@
 | ten skipped steps in a row, weights not finite, a full disk | RunFailed | nothing more | the cause and a fix | 1 |
 | a wrong switch, file or model, before the first rollout | ValueError, OSError | nothing | one line, with the fix | 2 |
 | out of memory, with the fewest rows and tokens, too | RuntimeError | nothing more | switches to lower | 1 |
-| another rank is lost | DistError, in `pspo.distributed` | nothing more | one line | 1 |
-| a fault of pspo | any other | nothing more | the traceback | 1 |
+| another rank is lost, a fault of pspo | any other | nothing more | the traceback | 1 |
 
 The snapshot holds the parts' states when they last matched the weights, at the beginning of a rollout or validation:
 what was being drawn is drawn again. A run without a step saves none. "Nothing more": earlier checkpoints stay. From
