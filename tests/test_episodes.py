@@ -5,7 +5,6 @@ import copy
 import itertools
 import json
 import re
-import shutil
 import signal
 import time
 from collections import deque
@@ -24,7 +23,7 @@ from pspo.environments import EnvironmentSampler
 from pspo.environments.episodes import observation_ids
 from pspo.environments.tools import check_calls, parse_calls, write_calls
 from pspo.errors import RewardError, Stopped
-from pspo.model import ASSETS, load_model_config, load_policy, load_tokenizer
+from pspo.model import load_model_config, load_policy, load_tokenizer
 from pspo.model.chat import completion_texts, encode, render_prompts
 from pspo.model.find import set_template_defaults
 from pspo.rollout import How, PolicySampler, Prompts, Rollout, encode_prompts, left_pad, load_prompts, make_sampling
@@ -290,7 +289,7 @@ def sums(tmp_path):
     return DataConfig(name="file", path=str(file), system_prompt="")
 
 
-def test_tools_arrive_by_the_template_that_is_meant_for_them(tokenizer, sums, tmp_path):
+def test_tools_arrive_by_the_template_that_is_meant_for_them(tokenizer, sums):
     two = copy.deepcopy(tokenizer)
     two.chat_template = {"default": tokenizer.chat_template, "tool_use": QWEN3.read_text()}
     (ids,) = load_prompts(sums, two, "test", make_environment=ToolCalculator).ids
@@ -298,14 +297,6 @@ def test_tools_arrive_by_the_template_that_is_meant_for_them(tokenizer, sums, tm
     assert parse_calls(two, CALL) == [("f", {"a": [1, "x"]})]
     observed = tokenizer.decode(observation_ids(two, "7", tokenizer.eos_token_id, "tool", ToolCalculator.tools))
     assert observed.startswith("\n<|im_start|>user\n<tool_response>\n7\n</tool_response>")
-    two.save_pretrained(tmp_path)
-    shutil.copy(ASSETS / "tiny-base/config.json", tmp_path)
-    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
-    own = DataConfig(chat_template=str(tmp_path / "own.jinja"))
-    replaced = load_tokenizer(ModelConfig(str(tmp_path)), own)
-    assert replaced.chat_template == two.chat_template | {"default": "{{ messages[0].content }}"}
-    replaced.save_pretrained(tmp_path / "saved")
-    assert (tmp_path / "saved/additional_chat_templates/tool_use.jinja").read_text() == QWEN3.read_text()
 
 
 def test_a_call_behind_a_special_token_is_read(tokenizer):

@@ -71,8 +71,6 @@ def test_locate(tmp_path):
     assert locate("tiny-base") == str(ASSETS / "tiny-base")
     assert locate("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     assert locate(str(ASSETS / "tiny-math")) == str(ASSETS / "tiny-math")
-    with refused(r"--model\.name_or_path: .*config.json is a file; name the folder that it is in"):
-        locate(str(ASSETS / "tiny-base/config.json"))
     for folder in (tmp_path / "none", tmp_path):
         for load in (load_tokenizer, lambda config: load_policy(config, CPU)):
             with refused(rf"--model\.name_or_path: there is no {re.escape(str(folder / 'config.json'))}$"):
@@ -136,7 +134,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(tokenizer, tiny_model):
     with refused(rf"^--model.name_or_path: the model's {size} tokens do not include '<image>' \(id {size}\): resize"):
         check_token_ids(model.config, tokenizer, [[1], [2, size, 3]])
     tokenizer.pad_token = "<pad>"
-    with refused(rf"do not include '<pad>' \(id {size + 1}\): name another pad_token"):
+    with refused(rf"do not include '<pad>' \(id {size + 1}\): .* name another pad_token"):
         pad_token_id(model, tokenizer)
 
 

@@ -7,7 +7,7 @@ import sys
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 
@@ -18,8 +18,7 @@ GPU_BYTES_PER_ROW = 2**27
 ONE_THREAD_PARAMETERS = 2**21
 VARIABLES = {  # of the environment, which libraries read for passes on a CPU
     "TRANSFORMERS_SDPA_FORCE_GQA": "1",  # else keys and values are copied for every query head
-    # oneDNN and PyTorch cache primitives of 1,024 shapes each, hundreds of MB for rows of all lengths; a pass with LoRA
-    # needs some 30. Both read these at first use.
+    # oneDNN and PyTorch cache primitives of 1,024 shapes each: hundreds of MB. A pass with LoRA needs some 30.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48",
     "LRU_CACHE_CAPACITY": "48",
 }
@@ -34,8 +33,8 @@ def set_variables() -> None:
 def choose_threads(model: PreTrainedModel) -> None:
     """Compute a small model on a CPU by one thread, unless OMP_NUM_THREADS is set.
 
-    Its passes are so short that several threads spend their time in waiting for each other, by spinning: where another
-    process wants the cores, the embedded models take three to ten times as long.
+    In its short passes several threads wait for each other by spinning: beside another process that wants the cores,
+    the embedded models take three to ten times as long.
     """
     is_small = model.device.type == "cpu" and model.num_parameters() < ONE_THREAD_PARAMETERS
     if is_small and "OMP_NUM_THREADS" not in os.environ:
@@ -69,7 +68,12 @@ def default_max_rows(device: torch.device) -> int:
 
 
 def default_microbatch_tokens(model: PreTrainedModel, recomputes: bool) -> int:
-    """Default of --optimizer.microbatch_tokens, the tokens of a forward and backward pass: on a GPU by its memory."""
+    """Default of --optimizer.microbatch_tokens, the tokens of a forward and backward pass: on a GPU by its memory.
+
+    A power of 2. Activations, by layer and token some 30 bytes for each hidden and 8 for each intermediate feature,
+    take at most 60% of what weights, gradients, AdamW's states and logits leave; 30% if the model is sharded, which
+    cannot try half as many.
+    """
     if model.device.type != "cuda":
         return MICROBATCH_TOKENS
     memory = torch.cuda.get_device_properties(model.device).total_memory
@@ -77,15 +81,7 @@ def default_microbatch_tokens(model: PreTrainedModel, recomputes: bool) -> int:
     is_sharded = dist.is_sharded(model)
     if is_sharded:
         states /= dist.world_size()
-    return fitting_tokens(memory, states, model.config.get_text_config(), recomputes, is_sharded)
-
-
-def fitting_tokens(memory: float, states: float, config: PretrainedConfig, recomputes: bool, is_sharded: bool) -> int:
-    """Tokens of a pass on a GPU, given the bytes of its memory, and of weights, gradients and AdamW's states.
-
-    A power of 2. Activations, by layer and token some 30 bytes for each hidden and 8 for each intermediate feature,
-    take at most 60% of what states and logits leave; 30% if the model is sharded, which cannot try half as many.
-    """
+    config = model.config.get_text_config()
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if not isinstance(intermediate, int):  # one a layer
         intermediate = max(intermediate)

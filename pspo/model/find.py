@@ -28,8 +28,6 @@ def locate(name_or_path: str) -> str:
     if (ASSETS / name_or_path / "config.json").is_file():
         return str(ASSETS / name_or_path)
     path = Path(name_or_path)
-    if path.is_file():
-        raise ValueError(f"--model.name_or_path: {path} is a file; name the folder that it is in")
     if path.is_dir() or path.is_absolute() or name_or_path.startswith(".") or name_or_path.count("/") > 1:
         if not (path / "config.json").is_file():
             raise ValueError(f"--model.name_or_path: there is no {path / 'config.json'}")
@@ -41,11 +39,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """PEFT's configuration of a folder of adapters; ValueError if the file is damaged."""
     file = folder / "adapter_config.json"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"--model.name_or_path: {file} is damaged: {error}") from error
-    require(isinstance(content, dict), "model.name_or_path", f"has {file}, which must hold an object", content)
-    return content
 
 
 def resolve_adapters(config: ModelConfig) -> ModelConfig:
@@ -57,8 +53,7 @@ def resolve_adapters(config: ModelConfig) -> ModelConfig:
         require(config.revision is None, "model.revision", rule, config.revision)
         peft_config = read_adapter_config(folder)
         base = peft_config.get("base_model_name_or_path")
-        names_base = isinstance(base, str) and base
-        require(names_base, "model.name_or_path", "must be a PEFT folder that names its base model", str(folder))
+        require(base, "model.name_or_path", "must be a PEFT folder that names its base model", str(folder))
         adapters = LoraFolder(name_or_path=str(folder))
         config = replace(config, name_or_path=base, revision=peft_config.get("revision"), lora=adapters)
     if config.has_adapters and importlib.util.find_spec("peft") is None:
@@ -109,15 +104,14 @@ def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTr
     model = resolve_adapters(config)
     tokenizer = load_pretrained(AutoTokenizer, model)
     template = None if data is None else data.chat_template
-    template_file = None
     if isinstance(template, str):
-        template_file = Path(template)
-        is_file = template_file.is_file()
+        is_file = Path(template).is_file()
         require(is_file, "data.chat_template", "must be a mapping of arguments, or a Jinja file", template)
+        tokenizer.chat_template = read_text(Path(template))
     elif model.lora.name_or_path is not None:
-        template_file = Path(model.lora.name_or_path, "chat_template.jinja")
-    if template_file is not None and template_file.is_file():
-        tokenizer.chat_template = replace_template(tokenizer.chat_template, template_file)
+        file = Path(model.lora.name_or_path, "chat_template.jinja")
+        if file.is_file():
+            tokenizer.chat_template = read_text(file)
     source = f"--model.name_or_path {config.name_or_path}"
     if not tokenizer("0")["input_ids"]:  # transformers makes an empty one where there is none
         raise ValueError(f"{source} has no tokenizer: add its files to the folder")
@@ -128,34 +122,17 @@ def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTr
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks come from lengths, so pad may equal eos
     if isinstance(template, dict):
-        tokenizer.chat_template = set_template_defaults(tokenizer.chat_template, template)
+        tokenizer.chat_template = set_template_defaults(tokenizer.get_chat_template(), template)
     return tokenizer
 
 
-def replace_template(templates: str | dict[str, str] | None, file: Path) -> str | dict[str, str]:
-    """The template of the file. Of several by name it is the default, and the one for tools if it mentions tools.
-
-    An adapter's folder may hold several, too.
-    """
-    template = read_text(file)
-    if not isinstance(templates, dict):
-        return template
-    replaced = {"default": template}
-    if re.search(r"\btools\b", template):
-        replaced["tool_use"] = template
-    saved = file.parent.glob("additional_chat_templates/*.jinja")  # transformers' folder
-    return templates | replaced | {path.stem: read_text(path) for path in saved}
-
-
-def set_template_defaults(templates: str | dict[str, str], arguments: dict[str, Any]) -> str | dict[str, str]:
-    """The chat template, or all by name, with defaults for arguments, saved with it; ValueError for unknown ones."""
-    sources = templates if isinstance(templates, dict) else {"default": templates}
+def set_template_defaults(template: str, arguments: dict[str, Any]) -> str:
+    """The chat template with defaults for its arguments, saved with it; ValueError for unknown ones."""
     for name, value in arguments.items():
-        is_known = re.search(rf"\b{re.escape(str(name))}\b", "\n".join(sources.values()))
+        is_known = re.search(rf"\b{re.escape(str(name))}\b", template)
         require(is_known, "data.chat_template", f"sets {name}, which the chat template does not ask for", value)
-        setting = f"{{%- set {name} = {name} | default({value!r}) %}}"
-        sources = {key: setting + source for key, source in sources.items()}
-    return sources if isinstance(templates, dict) else sources["default"]
+        template = f"{{%- set {name} = {name} | default({value!r}) %}}{template}"
+    return template
 
 
 def load_model_config(config: ModelConfig) -> PretrainedConfig:
@@ -230,7 +207,5 @@ def check_token_ids(
     largest = max(chain.from_iterable(prompts), default=0)
     if largest >= size:
         token = f"{tokenizer.convert_ids_to_tokens(largest)!r} (id {largest:,})"
-        fix = "resize the model's embeddings to the tokenizer, or take it out of the texts"
-        if largest == tokenizer.pad_token_id:
-            fix = "name another pad_token in its tokenizer_config.json"
+        fix = "resize the model's embeddings to the tokenizer, name another pad_token, or take it out of the texts"
         raise ValueError(f"--model.name_or_path: the model's {size:,} tokens do not include {token}: {fix}")

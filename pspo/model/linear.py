@@ -15,12 +15,10 @@ MIN_MULTIPLICATIONS = 2**22  # of a product: for fewer, the call costs more than
 
 def use_onednn(model: nn.Module) -> None:
     """Make a model's linear layers compute their float32 products by oneDNN, if the CPU has AVX-512."""
-    on_gpu = next(model.parameters()).device.type == "cuda"
-    if on_gpu or not has_avx512():
-        return
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.forward = partial(onednn_linear, module)
+    if has_avx512() and next(model.parameters()).device.type != "cuda":
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.forward = partial(onednn_linear, module)
 
 
 @cache
@@ -31,10 +29,22 @@ def has_avx512() -> bool:
 
 def onednn_linear(module: nn.Linear, x: Tensor) -> Tensor:
     """x weight^T + bias of a linear layer, by oneDNN for a large product in float32 on a CPU."""
-    is_float32 = x.dtype == module.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    if is_float32 and x.device.type == "cpu" and x.numel() * module.out_features >= MIN_MULTIPLICATIONS:
+    if gains_by_onednn(x, module.weight) and not torch.is_autocast_enabled("cpu"):
         return OneDNNProduct.apply(x, module.weight, module.bias)
     return functional.linear(x, module.weight, module.bias)
+
+
+def gains_by_onednn(x: Tensor, weight: Tensor) -> bool:
+    """True if oneDNN computes x weight^T faster."""
+    is_float32 = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
+    return is_float32 and x.numel() * weight.shape[0] >= MIN_MULTIPLICATIONS and has_avx512()
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., I) and weight (O, I) to x weight^T + bias, (..., O), by oneDNN where it is faster; without gradient."""
+    if gains_by_onednn(x, weight):
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return functional.linear(x, weight, bias)
 
 
 class OneDNNProduct(torch.autograd.Function):
@@ -43,25 +53,15 @@ class OneDNNProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])  # (N, O)
-        inputs = x.reshape(-1, x.shape[-1])  # (N, I)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        product = torch.ops.mkldnn._linear_pointwise
         return (
-            product(gradient, weight.t(), None, "none", [], "") if needs_x else None,
-            product(rows.t(), inputs.t(), None, "none", [], "") if needs_weight else None,
+            product(gradient, weight.t()) if needs_x else None,
+            product(rows.t(), x.reshape(-1, x.shape[-1]).t()) if needs_weight else None,
             rows.sum(dim=0) if needs_bias else None,
         )
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (N, I) and weight (O, I) to x weight^T + bias, (N, O), by oneDNN where it is faster; without gradient."""
-    is_float32 = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
-    if is_float32 and x.numel() * weight.shape[0] >= MIN_MULTIPLICATIONS and has_avx512():
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return functional.linear(x, weight, bias)

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig, require
@@ -34,11 +35,10 @@ def load_policy(
 ) -> PreTrainedModel:
     """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
 
-    Dropout is off, because old and new log-probs must come from one function; saved models keep its rates. Weights have
-    --model.dtype, whatever the checkpoint's: by default float32, because a step of 1e-6 vanishes in bfloat16. Under
-    fsdp2 rank 0 reads the whole model into its host memory, and each rank receives its shards.
-
-    Raises ValueError for a model that cannot be found, or whose weights are not those its config.json describes.
+    Dropout is off, because old and new log-probs must come from one function; saved models keep its rates. Weights are
+    float32 by default, because a step of 1e-6 vanishes in bfloat16. Under fsdp2 rank 0 reads the whole model into its
+    host memory, and each rank receives its shards. ValueError for a model that cannot be found, or whose weights are
+    not those that its config.json describes.
     """
     config = resolve_adapters(config)
     device = device or dist.local_device()
@@ -108,7 +108,7 @@ def read_on_main(
         weights.update(whole.named_parameters())
         weights.update(whole.named_buffers())
         known = dict(policy.named_parameters()) | dict(policy.named_buffers())
-        fault = "set --distributed.strategy ddp; fsdp2 takes no quantised weights, nor tied ones that differ:"
+        fault = "set --distributed.strategy ddp: fsdp2 takes no tied weights that differ:"
         require_none(weights.keys() - known.keys(), fault, config)
         return whole.generation_config
 
@@ -143,26 +143,16 @@ def prepare_policy(policy: PreTrainedModel, config: ModelConfig) -> None:
         from pspo.model.lora import fuse_adapters
 
         fuse_adapters(policy)
-    if config.gradient_checkpointing:
-        checkpoint_activations(policy)
-
-
-def checkpoint_activations(policy: PreTrainedModel) -> None:
-    """Recompute each layer's activations in the backward pass; by transformers' own switch layers lose their cache."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    if not layers:
-        raise ValueError(f"--model.gradient_checkpointing does not support {type(policy).__name__}: leave it off")
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    if config.gradient_checkpointing:  # by transformers' own switch layers lose their cache
+        layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        if not layers:
+            raise ValueError(f"--model.gradient_checkpointing does not support {type(policy).__name__}: leave it off")
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def write_model(
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    weights: dict[str, Tensor] | None = None,
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, weights: dict[str, Tensor] | None = None
 ) -> None:
     """Write model or adapters, and tokenizer, into a folder; ``weights`` are a sharded model's, gathered."""
     if has_adapters(policy):

@@ -24,14 +24,10 @@ CACHED_LOGITS = 2**16  # that stay in a CPU's cache
 
 
 class Targets(NamedTuple):
-    """Completion tokens (n,) int64, and the nucleus that each was drawn from: log-probs are renormalised over it.
+    """Completion tokens, and the nucleus that each was drawn from: log-probs are renormalised over it. On the CPU."""
 
-    ``nucleus`` holds ids (m,), one token's after the other's, and how many are each token's, (n,); None for all tokens.
-    All are on the CPU.
-    """
-
-    ids: Tensor
-    nucleus: tuple[Tensor, Tensor] | None = None
+    ids: Tensor  # (n,) int64
+    nucleus: tuple[Tensor, Tensor] | None = None  # ids (m,), token after token, and each one's number (n,)
 
     def select(self, tokens: slice) -> Targets:
         """Some of the tokens."""
@@ -53,34 +49,27 @@ def token_logprobs(
     nucleus_ids: tuple[Tensor, Tensor] | None = None,
     with_entropies: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """log pi(completion token | everything before it).
+    """log pi(completion token | everything before it), in nats: (B, T) float32 (float64 for a float64 model).
 
-    Logits are computed at unmasked completion positions only, of some whole rows at a time; where there are more rows,
-    they are computed again in the backward pass.
+    Logits of all rows never exist together: where they are too many, they are computed again in the backward pass.
 
     Args:
         prompt_ids, prompt_mask: (B, P), left-padded.
         completion_ids, completion_mask: (B, T), right-padded; masked positions get 0.
         temperature: divides the logits, as in the sampling.
         nucleus_ids: the nucleus of each unmasked token, as in `Targets`.
-        with_entropies: also return the entropies of the distributions that the log-probs are of.
-
-    Returns:
-        (B, T) float32 (float64 for a float64 model), in nats; with entropies a pair of these.
+        with_entropies: also return the entropies (B, T) of the distributions that the log-probs are of.
     """
-    completion_mask = completion_mask.cpu()
-    shared = shares_prompts(model)
-    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask, shared)
-    targets = Targets(completion_ids.cpu()[completion_mask], nucleus_ids)
-    chunks = row_chunks(model, completion_mask)
+    mask = completion_mask.cpu()
+    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, mask, shares_prompts(model))
+    targets = Targets(completion_ids.cpu()[mask], nucleus_ids)
+    chunks = row_chunks(model, mask)
     parts = []
     for _, tokens in chunks:
         inputs = (model, hidden[tokens], targets.select(tokens), temperature)
         parts.append(head_logprobs(*inputs, recompute=len(chunks) > 1))
-    logprobs = unflatten(torch.cat([part[0] for part in parts]), completion_mask)
-    if not with_entropies:
-        return logprobs
-    return logprobs, unflatten(torch.cat([part[1] for part in parts]), completion_mask)
+    logprobs, entropies = (unflatten(torch.cat(values), mask) for values in zip(*parts, strict=True))
+    return (logprobs, entropies) if with_entropies else logprobs
 
 
 def hidden_states(
@@ -99,9 +88,7 @@ def hidden_states(
     mask = torch.cat([prompt_mask.cpu(), completion_mask.cpu()], dim=1)[:, :-1].long()
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     width = prompt_ids.shape[1]
-    states = None
-    if shared:
-        states = hidden_states_of_shared_prompts(model, ids, mask, positions, width)  # the same to rounding, less work
+    states = hidden_states_of_shared_prompts(model, ids, mask, positions, width) if shared else None
     if states is None:
         states = body_states(model, ids, mask, positions)[:, width - 1 :]
     return states.flatten(0, 1)[token_index(completion_mask.cpu(), states.device)]
@@ -119,16 +106,15 @@ def row_chunks(model: PreTrainedModel, mask: Tensor) -> list[tuple[slice, slice]
     """
     most = chunk_tokens(model)
     chunks = []
-    first_row = 0
-    first_token = 0
-    token = 0
-    for row, length in enumerate(mask.sum(dim=1).tolist()):
-        if token + length - first_token > most and row > first_row:
-            chunks.append((slice(first_row, row), slice(first_token, token)))
-            first_row = row
-            first_token = token
-        token += length
-    return [*chunks, (slice(first_row, len(mask)), slice(first_token, token))]
+    rows = tokens = slice(0, 0)
+    for length in mask.sum(dim=1).tolist():
+        if tokens.stop + length - tokens.start > most and rows.stop > rows.start:
+            chunks.append((rows, tokens))
+            rows = slice(rows.stop, rows.stop)
+            tokens = slice(tokens.stop, tokens.stop)
+        rows = slice(rows.start, rows.stop + 1)
+        tokens = slice(tokens.start, tokens.stop + length)
+    return [*chunks, (rows, tokens)]
 
 
 def head_logprobs(
@@ -136,35 +122,27 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of n targets from last hidden states (n, H): (n,) each, float32 or wider, with gradient.
 
-    A row above `chunk_tokens` is recomputed in pieces in the backward pass; with ``recompute`` everything is.
+    With ``recompute``, and above `chunk_tokens`, pieces are computed again in the backward pass.
     """
-    if recompute or len(hidden) > chunk_tokens(model):
-        return recomputed_logprobs(model, hidden, targets, temperature)
+    most = chunk_tokens(model)
+    if recompute or len(hidden) > most:
+        pieces = []
+        for start in range(0, max(1, len(hidden)), most):  # a row without a token is a piece, too
+            tokens = slice(start, min(start + most, len(hidden)))
+            inputs = (model, hidden[tokens], targets.select(tokens), temperature)
+            pieces.append(checkpoint(head_logprobs, *inputs, use_reentrant=False))
+        logprobs, entropies = (torch.cat(values) for values in zip(*pieces, strict=True))
+        return logprobs, entropies
     logits = head_logits(model, hidden, temperature)
     if targets.nucleus is not None:
         logits = logits.masked_fill(excluded_mask(*targets.nucleus, logits), -torch.inf)
     return TokenLogprobs.apply(logits, to_device(targets.ids, logits.device))
 
 
-def recomputed_logprobs(
-    model: PreTrainedModel, hidden: Tensor, targets: Targets, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """`head_logprobs` by pieces of `chunk_tokens`, each computed again in the backward pass."""
-    most = chunk_tokens(model)
-    pieces = []
-    for start in range(0, max(1, len(hidden)), most):  # a row without a token is a piece, too
-        tokens = slice(start, min(start + most, len(hidden)))
-        inputs = (model, hidden[tokens], targets.select(tokens), temperature)
-        pieces.append(checkpoint(head_logprobs, *inputs, use_reentrant=False))
-    logprobs, entropies = zip(*pieces, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
 class TokenLogprobs(torch.autograd.Function):
     """Logits (n, V), which are overwritten, and targets (n,) to log-probs and entropies (n,), float32 or wider.
 
-    Entropies are of the whole distribution, H = -sum_v p_v log p_v. On a CPU it goes through some rows at a time, which
-    stay in the cache.
+    Entropies are of the whole distribution, H = -sum_v p_v log p_v.
     """
 
     @staticmethod

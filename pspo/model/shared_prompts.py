@@ -37,15 +37,11 @@ def hidden_states_of_shared_prompts(
     """
     if ids.shape[1] == width:
         return None
-    prompt_ids = ids[:, :width]
-    prompt_mask = mask[:, :width]
     is_first = torch.ones_like(ids[:, 0], dtype=torch.bool)  # of the rows with its prompt
-    is_first[1:] = (prompt_ids[1:] != prompt_ids[:-1]).any(dim=1) | (prompt_mask[1:] != prompt_mask[:-1]).any(dim=1)
+    differs = (ids[1:, :width] != ids[:-1, :width]) | (mask[1:, :width] != mask[:-1, :width])
+    is_first[1:] = differs.any(dim=1)
     prompts = is_first.nonzero().squeeze(1)  # (n,), the first row of each prompt
-    shared = share_prefix(model, prompt_ids[prompts], prompt_mask[prompts], mask, positions)
-    cache = shared.cache
-    mask = shared.mask
-    L = shared.length
+    cache, mask, L = share_prefix(model, ids[prompts, :width], mask[prompts, :width], mask, positions)
     if L == 0 and len(prompts) == len(ids):
         return None
 
@@ -106,11 +102,7 @@ class PassCache(DynamicCache):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        below: PassCache | None = None,
-        rows: Tensor | None = None,
-        last: bool = False,
+        self, model: PreTrainedModel, below: PassCache | None = None, rows: Tensor | None = None, last: bool = False
     ):
         super().__init__(config=model.config)
         self.layers = self.layers if below is None else below.filled
@@ -128,53 +120,37 @@ class PassCache(DynamicCache):
 
 
 class SharedPrefix(NamedTuple):
-    """The L tokens with which all prompts begin, computed once; L may be 0.
+    """The L tokens with which all prompts begin, computed once; L may be 0."""
 
-    Attributes:
-        cache: for a pass of what follows these tokens, columns L and later.
-        mask: for that pass. The prefix takes columns 0 to L - 1 of every row, whatever padding was there; its own copy
-            in a row's later columns is masked.
-        length: L.
-    """
-
-    cache: PassCache
-    mask: Tensor
+    cache: PassCache  # for a pass of what follows these tokens, columns L and later
+    mask: Tensor  # for that pass: the prefix takes columns 0 to L - 1 of every row, and its own copy later is masked
     length: int
 
 
 def share_prefix(
     model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, mask: Tensor, positions: Tensor
 ) -> SharedPrefix:
-    """Compute the common beginning of left-padded prompts (n, P) once, on a CPU.
+    """Compute the common beginning of left-padded prompts (n, P) once, on a CPU, if it has MIN_PREFIX tokens.
 
     A GPU gains nothing: another pass costs more, by its kernel launches, than the common beginning in every row.
-
-    Args:
-        mask, positions: (b, P + ...), of the rows that continue the prompts.
+    ``mask`` and ``positions``, (b, P + ...), are of the rows that continue the prompts.
     """
     cache = PassCache(model)
     if len(prompt_ids) == 1 or model.device.type == "cuda" or not attends_fully(model) or dist.is_sharded(model):
         return SharedPrefix(cache, mask, 0)
-    prefix = _common_prefix(prompt_ids, prompt_mask)
-    L = len(prefix)
-    if L == 0:
-        return SharedPrefix(cache, mask, 0)
-    columns = torch.arange(L)[None]
-    body_states(model, prefix[None], torch.ones_like(columns), columns, cache)
     width = prompt_ids.shape[1]
+    lengths = prompt_mask.sum(dim=1)
+    columns = torch.arange(int(lengths.min()) - 1)  # the prefix is shorter than the shortest prompt
+    aligned = prompt_ids.gather(1, (width - lengths)[:, None] + columns)
+    L = int((aligned == aligned[0]).all(dim=0).cumprod(dim=0).sum())
+    if L < MIN_PREFIX:
+        return SharedPrefix(cache, mask, 0)
+    columns = columns[None, :L]
+    body_states(model, aligned[:1, :L], torch.ones_like(columns), columns, cache)
     mask = mask.clone()
     mask[:, L:width] *= positions[:, L:width] >= L
     mask[:, :L] = 1
     return SharedPrefix(PassCache(model, cache, torch.zeros(len(prompt_ids), dtype=torch.long)), mask, L)
-
-
-def _common_prefix(prompt_ids: Tensor, prompt_mask: Tensor) -> Tensor:
-    """The tokens (L,) with which all prompts begin, shorter than the shortest prompt; none if fewer than MIN_PREFIX."""
-    lengths = prompt_mask.sum(dim=1)
-    columns = torch.arange(int(lengths.min()) - 1)
-    aligned = prompt_ids.gather(1, (prompt_ids.shape[1] - lengths)[:, None] + columns)  # (B, shortest - 1)
-    L = int((aligned == aligned[0]).all(dim=0).cumprod(dim=0).sum())
-    return aligned[0, : L if L >= MIN_PREFIX else 0]
 
 
 def attends_fully(model: PreTrainedModel) -> bool:
