@@ -8,12 +8,11 @@ from itertools import islice
 import pytest
 
 from examples.calculator import calculate
-from pspo.tasks import arithmetic, letters, sums
 from pspo.tasks.answers import extract_answer, is_correct, matches_format
-from pspo.tasks.arithmetic import SPLITS, split_of
+from pspo.tasks.arithmetic import MAX_NUMBER, SPLITS, split_of
 from pspo.tasks.problem import Problem
+from pspo.tasks.sources import GENERATED
 
-TASKS = {"arithmetic": arithmetic.problems, "letters": letters.problems, "sums": sums.problems}
 FIRST = {  # of test: a change of wording, of the order of draws or of a hash changes every published number
     "arithmetic": [
         Problem(
@@ -33,7 +32,7 @@ every_split = pytest.mark.parametrize("split", SPLITS)
 
 
 def take(task, split, n=300, seed=0):
-    return list(islice(TASKS[task](split, seed), n))
+    return list(islice(GENERATED[task](split, seed), n))
 
 
 def word_of(problem):
@@ -45,7 +44,7 @@ def test_the_first_problem_is_this(task):
     assert take(task, "test", 1) == FIRST[task]
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", GENERATED)
 def test_a_seed_decides_the_problems_and_no_split_shares_one(task):
     assert take(task, "train", 50, seed=3) == take(task, "train", 50, seed=3) != take(task, "train", 50, seed=4)
     shown = word_of if task == "letters" else lambda problem: problem.prompt
@@ -94,8 +93,8 @@ def test_answers_of_arithmetic_agree_with_the_text_and_with_every_step(split):
             assert op != "/" or int(a) % int(b) == 0
             value = apply[op](int(a), int(b))
             assert value == int(result)
-            assert 1 <= value <= arithmetic.MAX_NUMBER
-            assert 2 <= int(b) <= arithmetic.MAX_NUMBER
+            assert 1 <= value <= MAX_NUMBER
+            assert 2 <= int(b) <= MAX_NUMBER
             ops.append(words[op])
         assert last == f"#### {value}"
         assert p.answer == value == solve(p.prompt)

@@ -1,7 +1,6 @@
 """Rewards: their exact values, plug-ins, and what is refused."""
 
 import asyncio
-import contextlib
 import importlib
 import math
 import os
@@ -117,20 +116,6 @@ def test_a_reward_that_exits_has_failed(workers):
     assert math.isnan(totals[0])
     assert by_name["MathReward"] == [1.0]
     assert message in str(failures["Leaves"])
-
-
-@pytest.mark.parametrize("result", [[1.0], []])
-def test_a_reward_that_turns_gradients_off_does_so_for_itself(result):
-    def reward(completions):
-        torch.set_grad_enabled(False)
-        os.chdir("/")
-        return result
-
-    before = os.getcwd()
-    with contextlib.suppress(ValueError):
-        total_rewards([reward], None, *batch(("#### 5", 5)))
-    assert torch.is_grad_enabled()
-    assert os.getcwd() == before
 
 
 # --- what a reward may ask for ----------------------------------------------------------------------------------------
@@ -438,11 +423,3 @@ def test_math_verify_reads_formulas_and_survives_hostile_ones():
     began = time.monotonic()
     assert MathVerifyReward(seconds=1)(["$9^{9^{9^{9}}}!$"], [Problem("?", "5")]) == [None]
     assert time.monotonic() - began < 4  # its own limit is 5 s
-
-
-@pytest.mark.parametrize("name", ["step", "truncated", "prompts"])
-def test_a_column_that_a_reward_does_not_get_is_said(name):
-    problems = [Problem("?", fields={name: 1, "hint": 2, "source": "mine"})]
-    with pytest.warns(UserWarning, match=f"^reward <lambda> asks for '{name}' .* rename the column$") as warned:
-        check_rewards([lambda hint, source, **everything: hint, lambda hint, source: hint], problems)
-    assert len(warned) == 1

@@ -24,7 +24,6 @@ from pspo.model.find import check_token_ids
 from pspo.rollout import How, Prompts, Rollout, Sampler, Sampling
 from pspo.tasks import Problem
 from pspo.tasks.environment import Environment, MakeEnvironment, open_environment, reset_environment
-from pspo.tasks.failures import undo_changes
 from pspo.tasks.rewards import finite_number
 
 MAX_TURNS = 4  # of the model, unless the environment has an attribute max_turns
@@ -115,8 +114,7 @@ class EnvironmentSampler:
         """Give a turn of the model to the environment; returns the observation, and whether the episode is over."""
         environment = episode.environment
         calls = [parse_calls(self.tokenizer, text, environment.tools)] if hasattr(environment, "tools") else []
-        with undo_changes():
-            observation, reward, is_done = environment.step(text, *calls)
+        observation, reward, is_done = environment.step(text, *calls)
         number = finite_number(reward)
         if number is None:
             what = f"{type(environment).__name__}.step returned {reprlib.repr(reward)} as reward"

@@ -21,7 +21,6 @@ from pspo.config import Advantages
 from pspo.losses.surrogates import as_rows, function_name
 from pspo.rollout.experience import Experience
 from pspo.tasks import Problem
-from pspo.tasks.failures import undo_changes
 
 
 def estimate_advantages(
@@ -60,8 +59,7 @@ def estimate_advantages(
     parameters = inspect.signature(function).parameters
     arguments = {name: value for name, value in optional.items() if name in parameters}
     arguments |= {name: compute() for name, compute in (computed or {}).items() if name in parameters}
-    with undo_changes():
-        advantages = function(rewards, group_size, **arguments)
+    advantages = function(rewards, group_size, **arguments)
     name = f"--algorithm.advantages {function_name(estimator)}"
     return as_rows(advantages, mask & ~rewards.isnan()[:, None], name).squeeze(1)
 

@@ -32,7 +32,6 @@ from pspo.run.recorder import Recorder
 from pspo.run.validator import Validator
 from pspo.signals import StopSignals
 from pspo.tasks.environment import load_class
-from pspo.tasks.failures import undo_changes
 from pspo.update import drawn_logprobs, keep_logprobs
 from pspo.update.learner import check_reference, make_learner
 
@@ -169,8 +168,7 @@ class Run:
         self.close_rollout()
         if self.on_rollout is not None:
             state = self.generators.state_dict()
-            with undo_changes():
-                self.on_rollout(experience, steps)
+            self.on_rollout(experience, steps)
             self.generators.load_state_dict(state)  # the run is bit for bit the same without it
 
     def close_rollout(self) -> None:

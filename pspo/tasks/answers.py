@@ -11,10 +11,9 @@ A *number* is an optional sign (`+`, `-`, U+2212, U+2013 ...) and one of
 
 - A number is whole or it is none. A power, a root, pi or a factorial at it makes the whole no number: `2^5`, `5!`,
   `2\sqrt{3}`; so do a zero denominator, over 1,000 digits and a longer exponent.
-- `1,2`, `12,34` and `1234,567` are two numbers each; `12/25/2024` is three. `100-50` and `6*7` hold two numbers.
+- `1,2` and `1234,567` are two numbers each, as are `100-50` and `6*7`; `12/25/2024` is three.
 - A sign counts only where no digit, letter or `)` stands right before it. A currency sign may follow it: `-$5` is -5.
   With a blank behind it, it counts only at the beginning and after `=`, `<`, `*`, `$` or an opening bracket.
-- A leading `.` counts only where no digit, letter or `.` stands before it.
 - What is glued to the digits otherwise plays no part: `5kg`, `x5`, `50%` and `\boxed{5}` hold 5, 5, 50 and 5.
 - An answer is read after the thoughts `<think>...</think>`; a completion whose last one is not closed has none.
 
@@ -35,7 +34,6 @@ MAX_EXPONENT_DIGITS = 4
 MAX_FORMULAS = 1000  # on a line; one with more has no value
 
 _DASHES = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"
-# Parts of a number. `++`, `*+` and `(?>` never give a character back.
 _COMMAS = r"(?:(?:,(?:\\![ ]?)?|\{,\})[0-9]{3}(?![0-9]))++"  # ,234,567 and ,\!234 and {,}234
 _SPACES = r"(?:(?:\\[,;:\ ]|['_\u2019\u00a0\u2009\u202f])[0-9]{3}(?![0-9]))++"  # \,234 and '234
 _BLANKS = r"(?:[ ][0-9]{3}(?![0-9]))++(?![ ][0-9]|-?[a-z])"  # " 234 567", but neither 100 200 3 nor 12 100-dollar bills
@@ -159,8 +157,8 @@ def after_thoughts(completion: str) -> str:
 
 def _marked_lines(text: str, marker: Marker) -> list[str]:
     """What follows each marker `####`, up to the line's end or with the next marker; the one that counts is first."""
-    parts = [f"{part}####" for part in _MARKER.split(f"{text}\n")]
-    lines = [_REST_OF_LINE.match(part).group() for part in parts[1:]]
+    parts = [f"{part}####" for part in _MARKER.split(f"{text}\n")[1:]]
+    lines = [_REST_OF_LINE.match(part).group() for part in parts]
     return lines if marker == "first" else lines[::-1]
 
 
@@ -190,9 +188,8 @@ def _read_line(line: str) -> tuple[bool, Number | None]:
 def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
     """Return the number that the completion gives as its answer, exact; None if it holds no number.
 
-    It is the first number after the last (or first) marker `####` with a number on its line, of an equation such as
-    `6*7 = 42` its value; arithmetic without `=`, `3x` and `3:45` have none. Without such a marker it is the last number
-    of the whole completion. `#####` is no marker.
+    It is the first number behind the last (or first) marker `####` that has one on its line, of an equation its value;
+    arithmetic without `=`, `3x` and `3:45` have none. Without such a marker it is the completion's last number.
     """
     text = _prose(after_thoughts(completion))
     for line in _marked_lines(text, marker):
@@ -208,10 +205,7 @@ def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
 
 
 def matches_format(completion: str, marker: Marker = "last") -> bool:
-    """True if the marker `####` is followed, on its line, by one number and nothing else.
-
-    Blanks and tabs around the number and one `.` after it are allowed; units, currency, `%` or boxes are not.
-    """
+    """True if the marker `####` is followed, on its line, by one number, blanks and one `.`, and nothing else."""
     lines = _marked_lines(after_thoughts(completion), marker)
     if not lines or re.search("[$£€¥₹]", lines[0]):
         return False
@@ -219,10 +213,7 @@ def matches_format(completion: str, marker: Marker = "last") -> bool:
 
 
 def extract_text(completion: str) -> str:
-    """Return the text that the completion gives as its answer, runs of white space as one blank.
-
-    It is the rest of the last marker's line; without a marker, the whole completion.
-    """
+    """Return the rest of the last marker's line, or the completion without one; runs of white space as one blank."""
     text = after_thoughts(completion)
     return " ".join([*_marked_lines(text, "last"), text][0].split())
 
@@ -238,14 +229,10 @@ def is_correct(completion: str, gold: int | Fraction | str | None) -> bool | Non
 
 
 def contains_answer(completion: str, gold: int | Fraction | str | None) -> bool | None:
-    """True if gold is anywhere in the completion (the paper's "true accuracy"), thoughts too; None without a gold.
-
-    A number counts within 1e-6 of it; a text counts with white space collapsed.
-    """
+    """True if gold is anywhere in the completion, thoughts too (the paper's "true accuracy"); None without a gold."""
     if gold is None:
         return None
     if isinstance(gold, str):
         return " ".join(gold.split()) in " ".join(completion.split())
-    low = gold - TOLERANCE
-    high = gold + TOLERANCE
-    return any(low <= number <= high for number in find_numbers(_prose(completion)))
+    numbers = find_numbers(_prose(completion))
+    return any(gold - TOLERANCE <= number <= gold + TOLERANCE for number in numbers)

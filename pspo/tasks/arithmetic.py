@@ -1,4 +1,4 @@
-"""Generate arithmetic word problems of one to three steps in GSM8K's form, endlessly, from a seed.
+"""Generate problems endlessly, from a seed: arithmetic word problems of one to three steps in GSM8K's form, and sums.
 
     Tom has 4 bags with 3 apples each. He buys 5 more. Then he sells 2. How many apples does Tom have now?
 
@@ -14,7 +14,7 @@ billion of three. The hash of its text decides a problem's split: train, validat
 import operator
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 from pspo.tasks.problem import Problem
@@ -44,15 +44,15 @@ WORDS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
-def problems(split: str, seed: int = 0) -> Iterator[Problem]:
+def generate(draw: Callable[[random.Random], tuple[str, Problem]], split: str, seed: int = 0) -> Iterator[Problem]:
     """Yield problems of a split ("train", "validation", "test") without end, the same for the same seed.
 
-    `category` is the operations in order ("multiply, add"), `level` the number of steps ("1 step" ...).
+    With a problem, ``draw`` returns the text whose hash decides its split.
     """
     rng = random.Random(f"{split} {seed}")  # seeding with a str does not depend on PYTHONHASHSEED
     while True:
-        problem = _draw(rng)
-        if split_of(problem.prompt) == split:
+        text, problem = draw(rng)
+        if split_of(text) == split:
             yield problem
 
 
@@ -67,8 +67,11 @@ def _operands(op: str, value: int) -> list[int]:
     return [n for n in range(2, largest + 1) if op != "/" or value % n == 0]
 
 
-def _draw(rng: random.Random) -> Problem:
-    """Draw a plan of one to three operations, then numbers for it; draw again if no numbers fit."""
+def draw_story(rng: random.Random) -> tuple[str, Problem]:
+    """Draw a plan of one to three operations, then numbers for it; draw again if no numbers fit.
+
+    `category` is the operations in order ("multiply, add"), `level` the number of steps ("1 step" ...).
+    """
     steps = rng.choice((1, 2, 3))
     boxed = rng.random() < 0.3  # the first step is the opening's product
     last = rng.choice("+-*/") if steps > boxed and rng.random() < 0.4 else ""  # the last is about others
@@ -81,7 +84,7 @@ def _draw(rng: random.Random) -> Problem:
     lines = []
     for op in ops:
         if not (choices := _operands(op, value)):
-            return _draw(rng)
+            return draw_story(rng)
         numbers.append(rng.choice(choices))
         result = APPLY[op](value, numbers[-1])
         lines.append(f"{value} {op} {numbers[-1]} = {result}")
@@ -98,11 +101,22 @@ def _draw(rng: random.Random) -> Problem:
     closing = COMPARE[last] if last else rng.choice(QUESTIONS)
     story.append(closing.format(n=numbers[-1], **words))
 
-    return Problem(
-        prompt=" ".join(story),
+    prompt = " ".join(story)
+    return prompt, Problem(
+        prompt,
         answer=Fraction(value),
         source="arithmetic",
         category=", ".join(WORDS[op] for op in ops),
         level="1 step" if steps == 1 else f"{steps} steps",
         solution="\n".join([*lines, f"#### {value}"]),
     )
+
+
+def draw_sum(rng: random.Random) -> tuple[str, Problem]:
+    """Draw a sum that is too hard for a tiny model without ``examples/calculator.py``: "What is 847 - 63?"."""
+    op = rng.choice("+-")
+    a = rng.randint(200, 899)
+    b = rng.randint(11, 99)
+    prompt = f"What is {a} {op} {b}?"
+    value = APPLY[op](a, b)
+    return prompt, Problem(prompt, Fraction(value), source="sums", category=WORDS[op], solution=f"#### {value}")

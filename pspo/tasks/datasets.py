@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from pspo.tasks import files
 from pspo.tasks.arithmetic import SPLITS
@@ -71,20 +71,11 @@ def local_parts(path: Path, skip: str = "") -> list[Part]:
 
 
 def has_text_answers(path: Path, column: str) -> bool:
-    """True if few of the first 1,000 gold answers of a local file or folder are numbers; ValueError if some are."""
+    """True if few of the first 1,000 gold answers of a local file or folder are numbers."""
     records = (record for part in local_parts(path) for record in part.records)
     texts = (files.column_text(record, column, is_optional=True) for record in records)
     golds = [parse_gold(text) for text in islice(filter(None, texts), 1000)]
-    n_texts = golds.count(None)
-    n_numbers = len(golds) - n_texts
-    if min(n_texts, n_numbers) > FEW * len(golds):
-        refuse_mixed_answers(path, n_numbers, n_texts)
-    return n_texts > n_numbers
-
-
-def refuse_mixed_answers(place: Path | str, n_numbers: int, n_texts: int) -> NoReturn:
-    counts = f"{n_numbers:,} answers are numbers and {n_texts:,} are not"
-    raise ValueError(f"{place}: {counts}: --data.answer_kind number leaves these out, text takes all as texts")
+    return golds.count(None) > (1 - FEW) * len(golds)
 
 
 def holdout_share(path: Path, holdout: float | None) -> float | None:
@@ -264,7 +255,8 @@ def load_problems(
         parsed = parse_answers(drafts, kind, part, split, place)
         n_texts = sum(bool(draft.answer) for draft in drafts) - len(parsed)
         if answer_kind is None and part not in (*SOURCES, *GENERATED) and n_texts > FEW * len(parsed):
-            refuse_mixed_answers(place, len(parsed), n_texts)
+            counts = f"{len(parsed):,} answers are numbers and {n_texts:,} are not"
+            raise ValueError(f"{place}: {counts}: --data.answer_kind number leaves these out, text takes all as texts")
         problems += parsed
     if len(names) > 1 and split != "test":
         random.Random(seed).shuffle(problems)

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from pspo.errors import RewardError
-from pspo.tasks.failures import undo_changes
 from pspo.tasks.problem import Messages, Problem
 
 
@@ -45,8 +44,7 @@ def open_environment(make_environment: MakeEnvironment, stack: contextlib.ExitSt
 
 def reset_environment(environment: Environment, problem: Problem, expected: str | Messages | None) -> str | Messages:
     """Begin an episode; RewardError if its prompt is not the expected one, None for any."""
-    with undo_changes():
-        prompt = copy.deepcopy(environment.reset(problem))  # a chat may grow in the episode
+    prompt = copy.deepcopy(environment.reset(problem))  # a chat may grow in the episode
     if expected not in (None, prompt):
         name = type(environment).__name__
         rule = "it must return the same prompt whenever it gets the same problem"
@@ -66,10 +64,7 @@ def make_prompts(make_environment: MakeEnvironment, problems: Sequence[Problem])
 
 
 def load_class(spec: dict[str, Any] | None, switch: str) -> Callable[[], Any] | None:
-    """Import the class that a switch names as {"class_path": ..., "init_args": {...}}.
-
-    Returns what makes an object, None for None; ValueError if there is no such class, or the arguments do not fit it.
-    """
+    """The class that a switch names as {"class_path": ..., "init_args": {...}}, with these arguments; None for None."""
     if spec is None:
         return None
     arguments = spec.get("init_args") or {}

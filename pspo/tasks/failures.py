@@ -1,11 +1,9 @@
-"""Run a user's own code: show its errors without our frames, and undo what it changes."""
+"""Errors of a user's own code, without our frames."""
 
-import contextlib
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm
@@ -26,13 +24,13 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 def user_traceback(error: BaseException) -> str:
     """Format an error with the user's own frames alone, and the file and line where a library raised it."""
     frames = user_frames(error)
-    if isinstance(error, UserCodeError | WorkerError | TimeoutError) and not frames:
+    if not frames and isinstance(error, UserCodeError | WorkerError | TimeoutError):
         return str(error)
     if not frames:
         whole = "".join(traceback.format_exception(error)).rstrip()
         return whole if isinstance(error, ValueError) else f"raised in no code of yours:\n{whole}"  # those say the fix
-    innermost = traceback.extract_tb(error.__traceback__)[-1]
     lines = ["Traceback (your code):\n", *traceback.format_list(frames)]
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
     if frames[-1] != innermost:
         lines.append(f"  raised in {innermost.filename}, line {innermost.lineno}\n")
     if error.__cause__ is not None:
@@ -40,17 +38,8 @@ def user_traceback(error: BaseException) -> str:
     return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
 
 
-@contextlib.contextmanager
-def undo_changes() -> Iterator[None]:
-    """Restore the current folder and torch's gradient mode after a user's code."""
-    torch = sys.modules.get("torch")  # workers need none
-    gradients = torch.set_grad_enabled(torch.is_grad_enabled()) if torch else contextlib.nullcontext()
-    with contextlib.chdir("."), gradients:
-        yield
-
-
 def show_failures(failures: dict[str, Exception], shown: dict[str, str]) -> None:
-    """Show failures by reward on stderr, except for rewards in ``shown``, which gets the others' in one line each."""
+    """Show failures of rewards that are not in ``shown`` on stderr; ``shown`` gets each in one line."""
     for name, error in failures.items():
         if name not in shown:
             shown[name] = traceback.format_exception_only(error)[-1].strip()

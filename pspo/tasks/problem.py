@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import dataclass, field
-from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -36,13 +35,9 @@ class Problem:
     solution: str = ""
 
     def record(self) -> dict[str, Any]:
-        """Return prompt, gold answer and fields, if any, for the record of a completion, in JSON's types.
-
-        Dates become texts, and so does the beginning of bytes, such as an image's.
-        """
+        """Return prompt, gold answer and fields, if any, in JSON's types; dates and the beginning of bytes as texts."""
         gold = None if self.answer is None else str(self.answer)
-        text = json.dumps(self.fields, default=lambda x: float(x) if isinstance(x, Decimal) else f"{x!s:.80}")
-        fields = json.loads(text)
+        fields = json.loads(json.dumps(self.fields, default=lambda value: f"{value!s:.80}"))
         return {"prompt": self.prompt, "gold": gold} | ({"fields": fields} if fields else {})
 
 

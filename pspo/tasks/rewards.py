@@ -12,7 +12,6 @@ import itertools
 import math
 import reprlib
 import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from typing import Any, Literal, NamedTuple
 
 from pspo.errors import RewardError
 from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format
-from pspo.tasks.failures import undo_changes
 from pspo.tasks.problem import Problem
 from pspo.tasks.workers import worker_pool
 
@@ -112,19 +110,12 @@ class FormatReward(Reward):
 
 
 class Scores(NamedTuple):
-    """Rewards of n completions, NaN for none.
+    """Rewards of n completions, NaN for none; of two functions or columns of one name the second is `name_2`."""
 
-    Attributes:
-        totals: n weighted sums.
-        by_function: n values of each function, `Name_2` if a name comes twice.
-        logged: by name n values that functions logged, None where one did not; `name_2` if two log one name.
-        failures: the first error of each function that failed, under on_error "none".
-    """
-
-    totals: list[float]
-    by_function: dict[str, list[float]]
-    logged: Columns
-    failures: dict[str, Exception]
+    totals: list[float]  # n weighted sums
+    by_function: dict[str, list[float]]  # n values of each
+    logged: Columns  # by functions, None where one did not
+    failures: dict[str, Exception]  # the first of each function, under on_error "none"
 
 
 def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +166,6 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
         problem.fields.update(columns | problem.fields)
     inputs: dict[str, Any] = {"completions": [""], "completion_ids": [[]], "problems": problems[:1]}
     inputs |= dict.fromkeys(("completion_tokens", "truncated", "step", "max_completion_tokens"))
-    shadowed = columns.keys() & all_inputs(inputs | {"problems": []}).keys() - {*ATTRIBUTES}
     for function in functions:
         if isinstance(function, Reward):
             function.check_problems(problems)
@@ -186,9 +176,6 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
         except TypeError as error:
             names = ", ".join(sorted(all_inputs(inputs)))
             raise RewardError(f"reward {reward_name(function)}: {error}; there is only {names}") from error
-        for name in sorted(shadowed & arguments.keys()):
-            what = f"asks for {name!r} and gets the trainer's, not the data's column: rename the column"
-            warnings.warn(f"reward {reward_name(function)} {what}", stacklevel=2)
 
 
 def reward_name(function: Callable[..., Any]) -> str:
@@ -237,10 +224,9 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
     }
     arguments = arguments | {key: loggers[key] for key in LOGGERS if key in arguments}
     try:
-        with undo_changes():
-            values = function(**arguments)
-            if inspect.iscoroutine(values):
-                values = asyncio.run_coroutine_threadsafe(values, event_loop()).result()
+        values = function(**arguments)
+        if inspect.iscoroutine(values):
+            values = asyncio.run_coroutine_threadsafe(values, event_loop()).result()
     except SystemExit as error:
         raise RewardError(f"reward {name} called sys.exit({error.code!r})") from error
     values = values.tolist() if hasattr(values, "tolist") else values

@@ -1,19 +1,17 @@
-r"""Sources of problems: published data sets and how their rows are read, a user's own, and generated ones.
-
-Numeric gold answers are read strictly, by `parse_gold`; problems without one (`x=5`, `(1,2)`, `3 (apples); 4 (pears)`,
-`10\text{ inches}`) are left out and counted.
-"""
+"""Sources of problems: published data sets and how their rows are read, a user's own, and generated ones."""
 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pspo.tasks import arithmetic, letters, sums
 from pspo.tasks.answers import MAX_DIGITS, parse_number
+from pspo.tasks.arithmetic import draw_story, draw_sum, generate
 from pspo.tasks.files import Record, column_text
+from pspo.tasks.letters import draw_letters
 from pspo.tasks.problem import AnswerKind, Problem
 
 
@@ -36,10 +34,9 @@ class Source:
 
 
 def parse_gold(text: str) -> Fraction | None:
-    r"""Return the value of a gold answer that is one number by the grammar of `answers.py`, else None.
+    r"""Return the value of a gold answer that is one number, else None, such as of `x=5` and `(1,2)`.
 
-    A currency sign before it (`$`, `\$`) and `%`, `\%`, `^\circ`, `^{\circ}` or a degree sign after it are dropped, as
-    they are in a model's answer: 25% is 25.
+    A currency sign before it (`$`, `\$`) and `%`, `\%`, `^\circ`, `^{\circ}` or a degree sign after it are dropped.
     """
     text = re.sub(r"^\$([^$]+)\$$", r"\1", text.strip())  # as TRL's data have it
     text = re.sub(r"^\\?[$£€¥₹]\s*", "", text.strip())
@@ -92,9 +89,9 @@ SOURCES = {
 }  # fmt: skip
 
 GENERATED: dict[str, Callable[[str, int], Iterator[Problem]]] = {  # endless problems of a split, by a seed
-    "arithmetic": arithmetic.problems,
-    "letters": letters.problems,
-    "sums": sums.problems,
+    "arithmetic": partial(generate, draw_story),
+    "letters": partial(generate, draw_letters),
+    "sums": partial(generate, draw_sum),
 }
 NAMES = (*SOURCES, *GENERATED, "file")
 

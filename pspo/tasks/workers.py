@@ -22,15 +22,14 @@ from pspo.errors import WorkerError
 from pspo.signals import end_with_parent, replace_handlers
 from pspo.tasks.failures import user_traceback
 
-START = "from pspo.tasks.workers import run_process; run_process({module!r}, {descriptor}, {arguments})"
-
 
 def start_python(module: str, *arguments: int, **variables: str) -> tuple[subprocess.Popen, Connection]:
     """Start a process that calls ``serve(connection, *arguments)`` of a module; returns it and our connection to it."""
     parent_end, child_end = Pipe()
+    call = f"run_process({module!r}, {child_end.fileno()}, {arguments})"
     python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     process = subprocess.Popen(
-        [sys.executable, "-c", START.format(module=module, descriptor=child_end.fileno(), arguments=arguments)],
+        [sys.executable, "-c", f"from pspo.tasks.workers import run_process; {call}"],
         pass_fds=[child_end.fileno()],
         env=os.environ | {"PYTHONPATH": python_path} | variables,
         stdin=subprocess.DEVNULL,
@@ -71,11 +70,9 @@ class WorkerPool:
             raise
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> Any:
-        """One of the results, by this thread's process."""
-        thread = threading.get_ident()
-        if thread not in self.by_thread or self.by_thread[thread][0].poll() is not None:
-            self.by_thread[thread] = start_python(__name__, self.memory)
-        process, connection = self.by_thread[thread]
+        process, connection = self.by_thread.get(threading.get_ident(), (None, None))
+        if process is None or process.poll() is not None:
+            process, connection = self.by_thread[threading.get_ident()] = start_python(__name__, self.memory)
         try:
             connection.send((function, arguments))
             error = connection.recv()  # None once the function is imported: its time begins
@@ -114,7 +111,5 @@ def check_importable(function: Callable[..., Any]) -> None:
     """Raise ValueError unless another process can import the function, or the class of the object."""
     target = function if inspect.isfunction(function) else type(function)
     if target.__module__ == "__main__" or "<" in target.__qualname__:
-        raise ValueError(
-            "--reward.workers and --reward.timeout need functions that other processes can import: put "
-            f"{target.__qualname__} at the top level of a module, not in __main__, a notebook or another function"
-        )
+        what = "--reward.workers and --reward.timeout need functions that other processes can import"
+        raise ValueError(f"{what}: put {target.__qualname__} at the top level of a module other than __main__")
