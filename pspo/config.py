@@ -511,7 +511,7 @@ class EvalRunConfig(Section, name="run"):
     """Output folder and seed.
 
     Args:
-        output_dir: folder for results.json and completions.jsonl; an unfinished evaluation in it is resumed
+        output_dir: new folder for results.json and completions.jsonl
         seed: seed of sampling
         quiet: print no progress
     """

@@ -1,7 +1,7 @@
 """Evaluate a model on problems: the validation of a run, its test before and after, and `pspo.evaluate`."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,10 +24,8 @@ SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with
 def chunks(
     lengths: Sequence[int], samples: int, max_completion_tokens: int, max_tokens: int, max_rows: float = math.inf
 ) -> list[list[int]]:
-    """Problems to decode together: rows x (longest prompt + max_completion_tokens) <= max_tokens, and rows <= max_rows.
-
-    Prompts of similar length (in tokens) are batched, to pad little. A single problem's samples are drawn whatever
-    their number and length.
+    """Problems of similar length to decode together: rows x (longest prompt + max_completion_tokens) <= max_tokens,
+    and rows <= max_rows. A single problem's samples are drawn whatever their number and length.
     """
     parts: list[list[int]] = [[]]
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
@@ -105,11 +103,9 @@ class Evaluation:
         return flat
 
     def results(self) -> Record:
-        """The numbers as in ``results.json``; what no completion has a value of is left out.
+        """The numbers as in ``results.json``, with at_k and a breakdown by source, category and level.
 
-        Each an `estimate`: accuracy (the extracted answer is right), gold_anywhere (the gold value is anywhere in the
-        response), mean_reward, every reward/<function>, pass@k, maj@k. Besides `MEANS`, and a breakdown by source,
-        category and level.
+        What no completion has a value of is left out.
         """
         values = measures(self.completions, self.samples)
         breakdown: dict[str, Record] = {}
@@ -138,40 +134,31 @@ def evaluate(
     max_tokens: int = EvalConfig.max_tokens,
     max_rows: float = math.inf,
     bar: str = "",
-    done: Mapping[tuple[int, int], Record] | None = None,
-    save: Callable[[list[Record]], None] = lambda records: None,
     shown_failures: dict[str, str] | None = None,
 ) -> Evaluation | None:
     """Evaluate on every problem, drawing ``samples`` completions of each; rank 0 alone gets the evaluation.
 
     The random numbers depend on the seed alone, not on what was drawn before, and torch's generators are restored.
-
-    Chunks that are complete in ``done``, records of an earlier call with the same arguments by problem and sample, are
-    not drawn again; ``save`` is called with each new chunk's records; ``shown_failures`` is of `show_failures`.
+    ``shown_failures`` is of `show_failures`.
     """
     shown_failures = {} if shown_failures is None else shown_failures
-    completions = dict(done or {})
     lengths = [len(ids) for ids in prompts.ids]
     parts = chunks(lengths, samples, how.sampling.max_completion_tokens, max_tokens, max_rows)
     device = dist.local_device()
     devices = [device] if device.type == "cuda" else []
+    completions = []
     progress = Bar(total=len(prompts) * samples, desc=bar, leave=False, quiet=not bar or not dist.is_main())
     with torch.random.fork_rng(devices), progress:
         for first in range(0, len(parts), dist.world_size()):  # ranks take turns
             together = parts[first : first + dist.world_size()]
             number = first + min(dist.rank(), len(together) - 1)  # spare ranks repeat the last: all gather weights
-            keys = [(i, sample) for i in parts[number] for sample in range(samples)]
-            records = []
             with fail_together():
-                if not completions.keys() >= set(keys):
-                    torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
-                    records = complete(sampler, how, prompts, parts[number], samples, reward, step, shown_failures)
+                torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
+                records = complete(sampler, how, prompts, parts[number], samples, reward, step, shown_failures)
             gathered = dist.gather_on_main(records)[: len(together)]  # each chunk once: rewards may be random
-            records = [record for rank_records in gathered for record in rank_records]
-            if records:
-                save(records)
-            completions |= {(record["problem"], record["sample"]): record for record in records}
+            completions += [record for rank_records in gathered for record in rank_records]
             progress.advance(samples * sum(map(len, together)))
     if not dist.is_main():
         return None
-    return Evaluation(prompts.problems, samples, [completions[key] for key in sorted(completions)])
+    completions.sort(key=lambda record: (record["problem"], record["sample"]))
+    return Evaluation(prompts.problems, samples, completions)

@@ -6,7 +6,6 @@ A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form, o
 """
 
 import io
-import pickle
 import shutil
 import sys
 from dataclasses import replace
@@ -45,27 +44,22 @@ class Checkpointer:
         self.snapshot: dict[str, Any] = {}
 
     def take_snapshot(self) -> None:
-        """Keep the states; RunFailed if a surrogate's or a term's could not be loaded again."""
+        """Keep the parts' states."""
         self.snapshot = {}  # the last one is not of the weights as they are
-        states = {name: part.state_dict() for name, part in self.parts.items()}
-        for name, state in states.items():
-            if name.startswith("algorithm."):
-                check_loadable(name, state)
-        self.snapshot = states
+        self.snapshot = {name: part.state_dict() for name, part in self.parts.items()}
 
     def save_snapshot(self) -> None:
         """Save a checkpoint of the weights and the snapshot, and remove older ones; RunFailed if it cannot."""
-        states = self.snapshot
         policy = self.learner.policy
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         if not dist.full_tensor(torch.nn.utils.get_total_norm(trained)).isfinite():
             raise RunFailed(f"the weights are not finite at step {self.learner.steps}: lower --optimizer.lr; not saved")
         folder = self.output / "checkpoints" / f"step-{self.learner.steps:06d}"
+        shared_states = dict(self.snapshot)
         rank_names = [name for name, part in self.parts.items() if getattr(part, "per_rank", False)]
         rank_file = io.BytesIO()
-        torch.save({name: states[name] for name in rank_names}, rank_file)
+        torch.save({name: shared_states.pop(name) for name in rank_names}, rank_file)
         rank_files = dist.gather_on_main(rank_file.getvalue())
-        shared_states = {name: state for name, state in states.items() if name not in rank_names}
         shards = temporary_path(folder.with_name(f"{folder.name}-shards"), "new")  # of every rank; rank 0 moves them in
         if dist.is_sharded(policy):
             with write_errors(folder):
@@ -78,6 +72,7 @@ class Checkpointer:
                 else:
                     write_model(policy, self.recorder.tokenizer, temporary)
                 torch.save(shared_states, temporary / "parts.pt")
+                torch.load(temporary / "parts.pt", mmap=True, weights_only=True)  # raises for a user's unfit state
                 for rank, content in enumerate(rank_files):
                     (temporary / f"rank-{rank}.pt").write_bytes(content)
                 shutil.copyfile(self.output / "config.yaml", temporary / "config.yaml")
@@ -111,53 +106,35 @@ class Checkpointer:
         ranks = len(list(folder.glob("rank-*.pt")))
         if ranks == dist.world_size():
             with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
-                file = folder / f"rank-{dist.rank()}.pt"
-                states |= torch.load(file, map_location="cpu", weights_only=True)
+                states |= torch.load(folder / f"rank-{dist.rank()}.pt", map_location="cpu", weights_only=True)
         else:
             print(f"the checkpoint is from {ranks} ranks: other tokens are drawn from here on", file=sys.stderr)
-            self.seed(states["learner"]["steps"])
+            self.parts["generators"].seed(self.config.run.seed, states["learner"]["steps"])
         return states
-
-    def seed(self, steps: int) -> None:
-        """Seed the generators anew, differently after every number of steps."""
-        self.parts["generators"].seed(self.config.run.seed, steps)
 
     def load_weights(self, folder: Path) -> None:
         """Load a checkpoint's shards, adapters or whole weights; ValueError if they are not of this model."""
         policy = self.learner.policy
-        is_sharded = dist.is_sharded(policy)
         fix = "fork under its model, --model.lora and --distributed.strategy; or train from it, named as a model"
-        misfit = f"the weights of {folder} are not of this model: {fix}"
-        if (folder / "shards").exists() != is_sharded:
-            raise ValueError(misfit)
+        misfit = ValueError(f"the weights of {folder} are not of this model: {fix}")
+        is_sharded = dist.is_sharded(policy)
+        is_adapted = has_adapters(policy) and not is_sharded
+        if ((folder / "shards").exists(), (folder / "adapter_config.json").exists()) != (is_sharded, is_adapted):
+            raise misfit
         if is_sharded:
             dist.load_shards(folder / "shards", policy, self.learner.optimizer)
-            return
-        if (folder / "adapter_config.json").exists() != has_adapters(policy):
-            raise ValueError(misfit)
-        if has_adapters(policy):
-            base = read_adapter_config(folder)["base_model_name_or_path"]
-            if Path(base).resolve() != Path(policy.peft_config["default"].base_model_name_or_path).resolve():
-                raise ValueError(misfit)
+        elif is_adapted:
+            base = policy.peft_config["default"].base_model_name_or_path
+            if Path(read_adapter_config(folder)["base_model_name_or_path"]).resolve() != Path(base).resolve():
+                raise misfit
             try:
                 fill_adapters(policy, str(folder))
             except ValueError as error:
-                raise ValueError(misfit) from error
-            return
-        model = replace(self.config.model, name_or_path=str(folder), revision=None)
-        weights = load_policy(model, policy.device).state_dict()
-        if {name: w.shape for name, w in weights.items()} != {name: w.shape for name, w in policy.state_dict().items()}:
-            raise ValueError(misfit)
-        policy.load_state_dict(weights)  # into the same memory: other alignment, other sums
-
-
-def check_loadable(name: str, state: Any) -> None:
-    """Raise RunFailed for a state of a user's that no file can hold, or that runs code when it is loaded."""
-    file = io.BytesIO()
-    try:
-        torch.save(state, file)
-        file.seek(0)
-        torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.PickleError, AttributeError, TypeError) as error:
-        kinds = "tensors, numbers of Python, texts, lists and dictionaries"
-        raise RunFailed(f"the state_dict of --{name} must hold {kinds}, to be in a checkpoint: {error}") from error
+                raise misfit from error
+        else:
+            model = replace(self.config.model, name_or_path=str(folder), revision=None)
+            weights = load_policy(model, policy.device).state_dict()
+            shapes = [{name: w.shape for name, w in part.items()} for part in (weights, policy.state_dict())]
+            if shapes[0] != shapes[1]:
+                raise misfit
+            policy.load_state_dict(weights)  # into the same memory: other alignment, other sums

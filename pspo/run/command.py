@@ -65,15 +65,13 @@ def print_if_finished(config: RunConfig, settings: Settings) -> dict[str, Any]:
     if config.output_dir is None or not file.exists():
         return {}
     changes = check_same(file.parent, settings)
-    own_problems = file.parent / "data"  # which `pspo.train` has compared
-    _, path = changes.pop("data.path", (None, own_problems))
-    if changes.keys() & switches_with("may grow") or Path(path or "").resolve() != own_problems.resolve():
+    if changes.keys() & (switches_with("may grow") | {"data.path"}):
         return {}  # a resumed run compares the problems of another path
     summary = read_json(file)
     with named_damage(file):
         summary["output_dir"] = str(file.parent)  # it may have been moved
         summary["best_model"] = str(file.parent / Path(summary["best_model"]).name)
-        print(f"already finished: {file}\n\n{summary_text(settings, summary)}")
+        print(f"already finished: {file}\n\n{summary_text(summary)}")
     return summary
 
 
@@ -85,10 +83,7 @@ def check_packages(config: TrainConfig) -> None:
 
 
 def prepare(config: TrainConfig, settings: Settings) -> Run:
-    """Load everything, and make the run's folder or restore the run that it holds; ValueError for the user's errors.
-
-    ``settings`` is the configuration for the folder.
-    """
+    """Load everything, and make the run's folder or restore the run that it holds; ValueError for the user's errors."""
     check_packages(config)  # before a folder is made
     with contextlib.ExitStack() as resources:  # released if the preparation fails
         restore_at_end(resources, dist.local_device())
@@ -98,24 +93,19 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
         if not config.run.quiet:
             print(f"output  {output}", flush=True)  # before anything that takes seconds
         is_shared = all(dist.gather_objects(output.exists()))
-        rule = "must be in a folder that all nodes share"
-        dist.run_on_main(lambda: require(is_shared, "run.output_dir", rule, str(output)))
+        require(is_shared, "run.output_dir", "must be in a folder that all nodes share", str(output))
         run = Run(config, settings, output, resources)
         if start.checkpoint is not None:
             resume(run.checkpointer, start.checkpoint)
-        dist.run_on_main(lambda: write_start(run))
+        if dist.is_main():
+            write_text(output / "config.yaml", to_yaml(settings))
+            if not (output / "environment.json").exists():
+                device = str(run.learner.policy.device)
+                write_json(output / "environment.json", environment(device, dist.world_size()))
         if start.parent is not None:
             fork(run.checkpointer, start.parent, settings)
         run.resources = resources.pop_all()
         return run
-
-
-def write_start(run: Run) -> None:
-    """Write config.yaml, and once for a run environment.json."""
-    output = run.output
-    write_text(output / "config.yaml", to_yaml(run.settings))
-    if not (output / "environment.json").exists():
-        write_json(output / "environment.json", environment(str(run.learner.policy.device), dist.world_size()))
 
 
 def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, Any]:
@@ -126,5 +116,5 @@ def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, 
         print_warnings(run.config, run.validator.prompts)
     with run.resources, run.signals, save_at_end(run):
         summary = train(run)
-    print(summary_text(run.settings, summary))
+    print(summary_text(summary))
     return summary

@@ -1,8 +1,7 @@
 """Merge adapters into their model: ``pspo export --model.name_or_path runs/mine/best --output_dir merged``.
 
-Training saves adapters alone, as PEFT folders; a merged model is one that every library loads. What can be merged are
-LoRA's matrices A and B of linear layers, in any PEFT folder, of this trainer's or not. They are added in float32 to the
-weights beside which they were trained, of bfloat16, say; --model.dtype names another dtype for both.
+LoRA's matrices A and B of linear layers, in any PEFT folder, are added in float32 to the weights beside which they were
+trained, of bfloat16, say; --model.dtype names another dtype for both.
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from huggingface_hub import ModelCard
 from safetensors import safe_open
 
 from pspo.cli.parse import parse
@@ -40,7 +38,7 @@ class ExportConfig:
 
 
 def export(config: ExportConfig) -> None:
-    """Merge, save and print where; raises ValueError for a model without adapters, or adapters that do not fit it."""
+    """Merge and save; raises ValueError for a model without adapters, or adapters that do not fit it."""
     model = resolve_adapters(config.model)
     output = local_path(config.output_dir)
     tokenizer = load_tokenizer(config.model)  # raises for a folder that is not there
@@ -56,16 +54,9 @@ def export(config: ExportConfig) -> None:
     weights = dict(merged_weights(adapted))
     merged = load_policy(replace(model, lora=LoraConfig()), CPU)
     merged.load_state_dict(weights)
-    saved_dtype = str(merged.dtype).removeprefix("torch.")
-    summary = f"adapters merged into {dtype} weights, saved in {saved_dtype}"
     with whole_folder(output) as folder:
         write_model(merged, tokenizer, folder)
-        file = adapters / "README.md"
-        card = ModelCard.load(file) if file.is_file() else ModelCard("---\n{}\n---\n# Merged model\n")
-        card.data.library_name = "transformers"
-        card.text += f"\n## Merged\n\n{summary.capitalize()}.\n"
-        card.save(folder / "README.md")
-    print(f"{summary}: {output}")
+    print(f"adapters merged into {dtype} weights, saved in {merged.dtype}: {output}")
 
 
 def base_dtype(adapters: Path) -> str:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.cli.files import DAMAGE, read_json, write_json
+from pspo.cli.files import read_json, write_json
 from pspo.cli.terminal import one_line
 from pspo.errors import RunFailed
 from pspo.model.load import write_model
@@ -44,16 +44,14 @@ def temporary_path(folder: Path, suffix: str) -> Path:
 
 
 def remove_leftovers(parent: Path, name: str = "*") -> None:
-    """Clean up after interrupted saves of a name, by default of all, in a folder: finish or undo them."""
+    """Finish or undo interrupted saves of a name, by default of all, in a folder."""
     for leftover in parent.glob(f".{name}.tmp"):  # of `write_text`
         leftover.unlink()
     for old in parent.glob(f".{name}.old"):
-        folder = parent / old.name[1:-4]
-        if not folder.exists():  # killed between the two renames
-            old.rename(folder)
-    for suffix in ("new", "old"):
-        for leftover in parent.glob(f".{name}.{suffix}"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        if not (parent / old.name[1:-4]).exists():  # killed between the two renames
+            old.rename(parent / old.name[1:-4])
+    for leftover in (*parent.glob(f".{name}.new"), *parent.glob(f".{name}.old")):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -87,7 +85,7 @@ def fsync(path: Path) -> None:
 def save_model(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, validation: Any = None
 ) -> None:
-    """Save a model, with its validation if there is one, replacing ``folder`` at once; RunFailed if it cannot."""
+    """Save a model, with its validation if there is one, replacing ``folder`` at once; RunFailed if that fails."""
     weights = dist.full_state_dict(policy)
 
     def save() -> None:
@@ -107,7 +105,7 @@ def numbered(folder: Path, suffix: str = "") -> list[Path]:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The run's checkpoints, newest first."""
+    """A run's checkpoints, newest first."""
     return numbered(run / "checkpoints")
 
 
@@ -138,13 +136,10 @@ def find_damage(folder: Path) -> str | None:
     """Name the first file of a checkpoint that is not what was saved; None if all are."""
     try:
         files = read_json(folder / "manifest.json")
-        sizes = {name: saved["bytes"] for name, saved in files.items()}
-    except (OSError, ValueError, *DAMAGE) as error:
-        return f"{folder} is damaged: manifest.json ({error})"
-    for name, size in sizes.items():
-        path = folder / name
-        is_as_long = path.is_file() and path.stat().st_size == size  # before it is read: it may be huge
-        if not is_as_long or describe_file(path) != files[name]:
+    except (OSError, ValueError) as error:
+        return f"{folder} is damaged: manifest.json ({one_line(str(error))})"
+    for name, saved in files.items():
+        if not (folder / name).is_file() or describe_file(folder / name) != saved:
             return f"{folder} is damaged: {name} is not what was saved"
     return None
 
@@ -155,5 +150,5 @@ def first_undamaged(folders: list[Path]) -> Path | None:
         damage = find_damage(folder)
         if damage is None:
             return folder
-        print(f"{one_line(damage)}; skipped", file=sys.stderr)
+        print(f"{damage}; skipped", file=sys.stderr)
     return None

@@ -1,55 +1,58 @@
-"""Messages of a run before its first rollout, and after its end."""
+"""What a run says of itself: before its first rollout, after its end, and in the README.md of its models."""
 
+import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCardData
+
+from pspo import __version__
 from pspo import distributed as dist
-from pspo.cli.files import Settings
-from pspo.cli.terminal import clip, printable
-from pspo.config import TrainConfig
-from pspo.model import casts_to_bf16
+from pspo.cli.files import Settings, argument_text, flat
+from pspo.cli.parse import make_config
+from pspo.cli.terminal import clip, one_line
+from pspo.config import TrainConfig, switches_with
+from pspo.evaluate.statistics import ESTIMATES, MEANS, Record, from_record, measure_name, table
+from pspo.model.find import find_default_lr, resolve_adapters
 from pspo.rollout import Prompts
-from pspo.run.describe import changed_switches, describe_results, evaluate_command
-from pspo.run.run import Run
-
-FEWEST_TO_CHOOSE = 30  # validation problems, below which choosing the best model is mostly luck
+from pspo.tasks.files import plain
 
 
-def print_header(run: Run) -> None:
-    """Print model, data, method and learning rate."""
+def print_header(run: Any) -> None:
+    """Print model, data, method and learning rate of a `Run`."""
     config = run.config
     policy = run.learner.policy
-    dtypes = " and ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in policy.parameters()))
     trained = policy.num_parameters(only_trainable=True)
-    autocast = " under bf16 autocast" if casts_to_bf16(config.model.autocast, policy.device) else ""
     sizes = [f"{len(prompts):,} {split}" for split, prompts in run.validator.prompts.items()]
-    test = f" (a share of {config.data.holdout:g} is held out as test)" if config.data.holdout else ""
-    if config.data.name == "file" and not config.run.test_limit:
-        test = ", no test (--run.test_limit, --data.holdout)"
     stops = run.recorder.tokenizer.convert_ids_to_tokens(run.how.sampling.stop_ids)
     stops += [repr(text) for text in run.how.sampling.stop_strings]
     print(f"""\
 model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters, \
-{trained / 1e6:.1f}M trained, in {dtypes}{autocast}, on {dist.world_size()} x {policy.device}
-data    {config.data.name}: {", ".join(sizes)} problems{test}; \
-completions end at {" or ".join(stops) or "their limit alone"}
+{trained / 1e6:.1f}M trained, in {policy.dtype}, on {dist.world_size()} x {policy.device}
+data    {config.data.name}: {", ".join(sizes)} problems; completions end at {" or ".join(stops) or "their limit alone"}
 system  {clip(repr(config.data.system_text), 100) if config.data.system_text else "no system prompt"}
 method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches \
 per rollout of {config.rollout.prompts} x {config.rollout.group_size}
-rate    {config.optimizer.lr:g}, {config.optimizer.schedule}; {config.optimizer.name}""")
-    if policy.device.type == "cuda" and config.rollout.engine is None:
-        print(f"memory  {run.learner.microbatch_tokens:,} tokens in a microbatch, "
-              f"{run.how.sampling.max_rows:,} rows decoded at a time")  # fmt: skip
-    changed = changed_switches(config.model, run.settings)
-    if changed:
-        print(f"changed {', '.join(changed)}")
+rate    {config.optimizer.lr:g}, {config.optimizer.schedule}; {config.optimizer.name}
+changed {changed_switches(config, run.settings)}""")
+
+
+def changed_switches(config: TrainConfig, settings: Settings) -> str:
+    """Such as "optimizer.lr 0.003", for each switch of the run's setting that is not at its default, paths aside."""
+    hidden = switches_with("no setting") | switches_with("path")
+    defaults = flat(make_config(TrainConfig, "pspo", [], {})[1]) | {"optimizer.lr": find_default_lr(config.model)}
+    changed = []
+    for switch, value in flat(settings).items():
+        if switch not in hidden and value != defaults.get(switch):
+            name = switch.removesuffix(".class_path").replace(".init_args.", ".")
+            changed.append(f"{name} {argument_text(value)}")
+    return ", ".join(changed) or "nothing"
 
 
 def print_warnings(config: TrainConfig, prompts: dict[str, Prompts]) -> None:
-    """Warn if training prompts are also validated or tested on, if too few problems choose the best model, and of a
-    distillation whose estimator has another gradient than its KL divergence.
-    """
+    """Warn of training prompts that are also held out, and of a distillation that follows another KL divergence."""
     if not config.reward.functions and config.algorithm.kl_estimator == "k3":
         other = "KL(reference || policy), from tokens of the policy: k2 and unbiased_k3 follow KL(policy || reference)"
         print(f"WARNING: --algorithm.kl_estimator k3 has the gradient of {other}", file=sys.stderr)
@@ -57,14 +60,36 @@ def print_warnings(config: TrainConfig, prompts: dict[str, Prompts]) -> None:
     held_out = {repr(problem.prompt) for split in prompts if split != "train" for problem in prompts[split].problems}
     if train & held_out:
         print(f"WARNING: {len(train & held_out):,} training prompts are also in validation or test", file=sys.stderr)
-    if "validation" in prompts and len(prompts["validation"]) < FEWEST_TO_CHOOSE:
-        n_validation = len(prompts["validation"])
-        fix = "add some, or return the last model by --run.validate_every 0"
-        print(f"WARNING: {n_validation} validation problems choose the best model, by luck: {fix}", file=sys.stderr)
 
 
-def summary_text(settings: Settings, summary: dict[str, Any]) -> str:
-    """Tests and validations, what the run has cost, where its best model is, and how to evaluate it."""
+def describe_results(summary: Record) -> str:
+    """Tests of the model before training, of the best and of the final one; validation rewards."""
+    best_step = summary["best_step"]
+    models = {"before": "before", "after": f"after, step {best_step}"}
+    if best_step != summary["optimizer_steps"]:
+        models["final"] = f"final, step {summary['optimizer_steps']}"
+    columns = {}
+    for name in ("mean_reward", "accuracy", "gold_anywhere", *MEANS):
+        if name in summary["after"]:
+            header = f"{measure_name(name)} [95%]" if name in ESTIMATES else measure_name(name)
+            tests = {model: summary[test] for test, model in models.items()}
+            columns[header] = {model: from_record(test, name) for model, test in tests.items() if name in test}
+    lines = [table("greedy, held-out", columns)] if columns else []
+    validations = {
+        record["step"]: plain(record["validation_reward"]) for record in summary["validation"].values() if record
+    }
+    rewards = []
+    for step, reward in sorted(validations.items()):
+        rewards.append(f"{'unknown' if reward is None else format(reward, '.3f')} at step {step}")
+    if rewards:
+        lines.append(f"validation reward {', '.join(rewards)}; the model of step {best_step} is returned")
+    if best_step == 0:
+        lines.append("No trained step was better than the untrained model, which is returned")
+    return "\n".join(lines)
+
+
+def summary_text(summary: Record) -> str:
+    """Tests and validations, what the run has cost, and where its best model is."""
     model = summary["best_model"]
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, peak memory {summary['peak_memory_gb']:.1f} GiB"
     returned = f"step {summary['best_step']}'s" if summary["best_step"] else "the untrained"
@@ -72,6 +97,24 @@ def summary_text(settings: Settings, summary: dict[str, Any]) -> str:
         describe_results(summary),
         f"{summary['optimizer_steps']} steps, {cost}; {returned} model: {model}",
         f"look inside: pspo view {Path(model).parent}",
-        f"evaluate it: {printable(evaluate_command(settings, model))}",
     ]
     return "\n".join(line for line in lines if line)
+
+
+def model_card(config: TrainConfig, settings: Settings, step: int, summary: Record) -> str:
+    """The README.md of the model after ``step`` optimizer steps, as the Hugging Face hub reads it."""
+    base = config.model.name_or_path
+    is_on_hub = not Path(base).is_dir() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", base) is not None
+    data = ModelCardData(
+        library_name="peft" if resolve_adapters(config.model).has_adapters else "transformers",
+        pipeline_tag="text-generation",
+        base_model=base if is_on_hub else None,  # the hub refuses a path
+        tags=["pspo", "reinforcement-learning"],
+    )
+    text = f"""{config.algorithm.surrogate}, {step:,} optimizer steps on {config.data.name}, seed {config.run.seed}
+changed: {changed_switches(config, settings)}
+system prompt: {one_line(config.data.system_text or "none")}
+
+{describe_results(summary)}"""
+    title = f"# {one_line(Path(base).name)}, trained by pspo {__version__}"
+    return f"---\n{data.to_yaml()}\n---\n\n{title}\n\n{textwrap.indent(text, '    ')}\n"

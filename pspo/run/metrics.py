@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from pspo.cli.terminal import clip, one_line
 from pspo.tasks import matches_format
 from pspo.tasks.files import plain
-from pspo.tasks.problem import content_text
 
 
 def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
@@ -43,9 +41,7 @@ def sample_record(
 ) -> dict[str, Any]:
     """The line of ``samples.jsonl`` of its group's completion number ``sample``, from a row's ``values`` by name."""
     record = {"step": step, "problem": values["index"], "sample": sample, **problem, "completion": completion}
-    for name in ("reward", "advantage", "tokens", "truncated"):
-        record[name] = values[name]
-    record["rewards"] = {}
+    record |= {name: values[name] for name in ("reward", "advantage", "tokens", "truncated")} | {"rewards": {}}
     for column, value in values.items():
         kind, _, name = column.partition("/")
         if kind == "reward" and name:
@@ -63,15 +59,6 @@ def drop_nan(values: list[float]) -> list[float]:
 def mean_of_known(values: list[float]) -> float:
     """Mean of the values that are not NaN."""
     return float(np.mean(drop_nan(values)))
-
-
-def sample_line(sample: dict[str, Any]) -> str:
-    """The end of a problem, its completion and that one's reward, as a line to show while a run trains."""
-    prompt = sample["prompt"]
-    problem = one_line(prompt if isinstance(prompt, str) else content_text(prompt[-1]))
-    if len(problem) > 50:
-        problem = f"…{problem[-50:]}"
-    return f"{problem} -> {clip(sample['completion'], 90)}  (reward {sample['reward']:.2f})"
 
 
 def status(line: dict[str, Any], steps: int, best: dict[str, Any]) -> str:

@@ -8,30 +8,21 @@ import numpy as np
 import torch
 
 from pspo.model.device import VARIABLES
-from pspo.rollout.generators import set_torch_states, torch_states
 
 
 def restore_at_end(resources: contextlib.ExitStack, device: torch.device) -> None:
     """Put back generators, deterministic mode, the number of threads and variables when ``resources`` are closed."""
     resources.callback(random.setstate, random.getstate())
     resources.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (users' code may draw from it)
-    resources.callback(set_torch_states, torch_states(device), device)
+    resources.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    resources.callback(
-        torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warns
-    )
+    resources.callback(torch.use_deterministic_algorithms, was_deterministic, warn_only=warns)
     fills = torch.utils.deterministic.fill_uninitialized_memory
     resources.callback(setattr, torch.utils.deterministic, "fill_uninitialized_memory", fills)
     resources.callback(torch.set_num_threads, torch.get_num_threads())
-    for name in VARIABLES:
-        resources.callback(set_variable, name, os.environ.get(name))
-
-
-def set_variable(name: str, value: str | None) -> None:
-    """Set a variable of the environment; None removes it."""
-    os.environ.pop(name, None)
-    if value is not None:
-        os.environ[name] = value
+    for name in VARIABLES.keys() - os.environ.keys():
+        resources.callback(os.environ.pop, name, None)
 
 
 def compute_in_order(device: torch.device) -> None:

@@ -11,15 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.cli.files import Changes, Settings, append_jsonl, read_jsonl
-from pspo.cli.terminal import Bar, print_timed
+from pspo.cli.terminal import Bar, clip, print_timed
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
 from pspo.errors import RunFailed
 from pspo.rollout import Experience, Prompts
 from pspo.rollout.experience import trained_rows
 from pspo.run.folders import checkpoints, write_errors
-from pspo.run.metrics import mean_of_known, rollout_metrics, sample_line, sample_record, status
-from pspo.run.trackers import Service, TensorBoard, log_rollout
+from pspo.run.metrics import mean_of_known, rollout_metrics, sample_record, status
+from pspo.run.trackers import start_tracker
 from pspo.token_table import TOKENS, write_tokens
 from pspo.update.learner import Learner
 from pspo.update.tokens import TokenRecord
@@ -36,9 +36,7 @@ class Recorder:
         skipped: consecutive optimizer steps skipped up to now.
         first_step: optimizer steps before the rollout that is being recorded.
         line: its line of metrics, open until `write`; {} between rollouts. Only rank 0's has statistics.
-        samples: its records for ``samples.jsonl``.
-        steps: metrics of its optimizer steps.
-        seconds: by phase of the rollout.
+        samples, steps, seconds: its records for ``samples.jsonl``, metrics of its optimizer steps, times by phase.
         failures: of each reward that failed in this process, the first one in one line.
     """
 
@@ -73,11 +71,8 @@ class Recorder:
         first = self.first_step if self.line else self.learner.steps
         self.bar = Bar(desc="step", unit="step", quiet=quiet, total=self.config.run.max_steps, initial=first)
         self.tracker = None
-        name = self.config.run.tracker
-        if dist.is_main() and name == "tensorboard":
-            self.tracker = TensorBoard(self.output, self.learner.steps)
-        elif dist.is_main() and name != "none":
-            self.tracker = Service(name, self.output, settings, self.learner.steps)
+        if dist.is_main() and self.config.run.tracker != "none":
+            self.tracker = start_tracker(self.config.run.tracker, self.output, settings, self.learner.steps)
         return self.bar
 
     @property
@@ -159,10 +154,13 @@ class Recorder:
                 append_jsonl(self.output / "metrics.jsonl", self.line)
                 append_jsonl(self.output / "samples.jsonl", *self.samples)
             if self.tracker is not None:
-                log_rollout(self.tracker, self.line, self.samples)
+                metrics = {name: value for name, value in self.line.items() if name != "step" and math.isfinite(value)}
+                self.tracker.log(metrics, step=self.line["step"])
             is_notable = self.first_step == self.bar.first or self.limit_reached
             if self.samples and (is_notable or "validation_reward" in self.line):
-                print_timed(f"sample  {sample_line(self.samples[0])}", self.config.run.quiet)
+                sample = self.samples[0]
+                text = f"sample  {clip(sample['completion'], 120)}  (reward {sample['reward']:.2f})"
+                print_timed(text, self.config.run.quiet)
             self.bar.advance(len(self.steps), status(self.line, len(self.steps), best), is_notable)
         for step in self.steps:
             self.skipped = self.skipped + 1 if step["step_skipped"] else 0
@@ -174,13 +172,9 @@ class Recorder:
         self.clear_line()
 
     def finish(self) -> None:
-        """Warn if completions had no reward, or no advantage; close the tracker."""
+        """Warn if every advantage was 0; close the tracker."""
         lines = read_jsonl(self.output / "metrics.jsonl")
-        unknown = sum(line["reward_unknown_share"] for line in lines) / max(len(lines), 1)
-        if unknown > 0:
-            reason = self.failures or "functions returned None, or failed on another rank or before a resume"
-            print(f"WARNING: {unknown:.1%} of the completions had no reward: {reason}", file=sys.stderr)
-        elif self.config.reward.functions and all(line["zero_advantage_share"] == 1 for line in lines):
+        if self.config.reward.functions and all(line["zero_advantage_share"] == 1 for line in lines):
             print("WARNING: every advantage was 0, as where all rewards of a group are equal", file=sys.stderr)
         if self.tracker is not None:
             self.tracker.finish()

@@ -15,15 +15,7 @@ from pspo.cli import files
 from pspo.cli.python import default_output
 from pspo.config import TrainConfig, switches_with
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import (
-    checkpoints,
-    find_damage,
-    first_undamaged,
-    numbered,
-    prune,
-    remove_leftovers,
-    step_of,
-)
+from pspo.run.folders import checkpoints, find_damage, first_undamaged, numbered, prune, remove_leftovers, step_of
 from pspo.token_table import TOKENS
 
 
@@ -44,19 +36,20 @@ def find_start(config: TrainConfig, settings: files.Settings, resources: context
         resources.enter_context(files.lock_folder(output))
     except OSError as error:
         raise ValueError(f"--run.output_dir {output} cannot be written to: {error}") from error
+    checkpoint = None
     if not files.is_run(output):
         resources.callback(remove_unbegun, output)
     else:
         if checkpoints(output) or (output / "metrics.jsonl").exists():  # another run's are kept
             check_same(output, settings)
         checkpoint = find_checkpoint(output)
-        if checkpoint is not None:
-            return Start(output, checkpoint)
-    return Start(output, parent=find_parent(config.run.fork_from) if config.run.fork_from else None)
+    if checkpoint is not None or config.run.fork_from is None:
+        return Start(output, checkpoint)
+    return Start(output, parent=find_parent(config.run.fork_from))
 
 
 def remove_unbegun(folder: Path) -> None:
-    """Remove the folder of a run that could not begin, unless problems were written into it."""
+    """Remove the folder of a run that could not begin, unless it holds problems."""
     if not files.is_run(folder):
         with contextlib.suppress(OSError):
             (folder / ".lock").unlink()
@@ -72,14 +65,14 @@ def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]
         grows = name in switches_with("may grow") and is_constant and old is not None and (new is None or new > old)
         if grows or name.startswith("rollout.engine.init_args."):
             may_differ.add(name)
-    fork = f", or start there from this one's weights with --run.fork_from {run}" if checkpoints(run) else ""
-    return files.require_same(run, settings, may_differ, f"choose another --run.output_dir{fork}")
+    fix = f"choose another --run.output_dir, or start there from this one's weights with --run.fork_from {run}"
+    return files.require_same(run, settings, may_differ, fix)
 
 
 def find_checkpoint(run: Path) -> Path | None:
     """The run's newest undamaged checkpoint; if none was saved, None, and its records are removed.
 
-    Finishes or undoes what interrupted saves left. Raises ValueError if only damaged ones are left.
+    Raises ValueError if only damaged ones are left.
     """
     for folder in (run, run / "checkpoints"):
         remove_leftovers(folder)
@@ -114,13 +107,12 @@ def resume(checkpointer: Checkpointer, checkpoint: Path) -> None:
         if states[name]["fingerprint"] != checkpointer.parts[name].fingerprint:
             raise ValueError(f"--run.output_dir {output} has other problems under the same name: choose another folder")
     validations = states["validator"]["validations"]
-    best = files.plain(validations["best"])  # as JSON has it
-    if best and files.read_json(output / "best" / "validation.json") != best:
-        validations["best"] = {}  # best/ is of a later step, to which a resumed run on a GPU may not come: choose anew
-    elif validations["best"]:
+    if validations["best"]:
         damage = find_damage(output / "best")
         if damage is not None:
             raise ValueError(f"{damage}: restore it, or start anew from this run with --run.fork_from {output}")
+        if files.read_json(output / "best" / "validation.json") != files.plain(validations["best"]):
+            validations["best"] = {}  # best/ is of a later step, to which a resumed run on a GPU may not come
     for name, state in states.items():
         checkpointer.parts[name].load_state_dict(state)
     dist.run_on_main(lambda: cut_back(checkpointer))

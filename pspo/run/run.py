@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.cli.files import Settings, write_json, write_text
@@ -23,10 +23,10 @@ from pspo.rollout.generators import Generators, random_numbers
 from pspo.rollout.prompts import load_splits
 from pspo.rollout.sampler import check_decoding
 from pspo.rollout.source import make_source
-from pspo.run.card import model_card
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.endings import fail_together
 from pspo.run.folders import write_errors
+from pspo.run.messages import model_card
 from pspo.run.process import compute_in_order, leave_cores_to_engine
 from pspo.run.recorder import Recorder
 from pspo.run.validator import Validator
@@ -58,14 +58,6 @@ def load_inputs(config: TrainConfig) -> Inputs:
     return Inputs(engine, make_environment, tokenizer, prompts)
 
 
-def make_how(config: TrainConfig, inputs: Inputs, policy: PreTrainedModel, generators: Generators) -> How:
-    """How rollouts are drawn; raises ValueError for a model that decodes otherwise than it computes."""
-    tokenizer = inputs.tokenizer
-    sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
-    check_decoding(policy, tokenizer, sampling, inputs.prompts["train"], config.model.autocast)
-    return How(sampling, policy if inputs.engine is None else None, generators)
-
-
 class Run:
     """The parts of a run.
 
@@ -81,39 +73,49 @@ class Run:
 
     def __init__(self, config: TrainConfig, settings: Settings, output: Path, resources: contextlib.ExitStack) -> None:
         """Load data and model, and make the parts; what can be refused without the model is refused before it."""
-        inputs = load_inputs(config)
-        device = dist.local_device()
         self.config = config
         self.settings = settings
         self.output = output
         self.resources = resources
         self.signals = StopSignals()
+        inputs = load_inputs(config)
+        tokenizer = inputs.tokenizer
+        prompts = inputs.prompts
+        device = dist.local_device()
         self.generators = Generators(device, config.run.seed)
         compute_in_order(device)
         with random_numbers(self.generators):
             self.learner = make_learner(config, device)
-        choose_threads(self.learner.policy)
-        self.how = make_how(config, inputs, self.learner.policy, self.generators)
+        policy = self.learner.policy
+        choose_threads(policy)
+        sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
+        check_decoding(policy, tokenizer, sampling, prompts["train"], config.model.autocast)
+        self.how = How(sampling, policy if inputs.engine is None else None, self.generators)
         sampler = self.make_sampler(inputs)
-        self.recorder = Recorder(config, self.learner, inputs.tokenizer, inputs.prompts["train"], output)
-        self.validator = Validator(config, sampler, self.how, self.recorder, inputs.prompts)
-        stream = PromptStream(inputs.prompts["train"], config)
-        keep = partial(keep_logprobs, self.learner, config=config)
-        drawn = partial(drawn_logprobs, self.learner, config=config)
-        failures = self.recorder.failures
-        self.source = make_source(config, stream, sampler, self.how, self.learner, self.phase, keep, drawn, failures)
+        self.recorder = Recorder(config, self.learner, tokenizer, prompts["train"], output)
+        self.validator = Validator(config, sampler, self.how, self.recorder, prompts)
+        self.source = make_source(
+            config,
+            PromptStream(prompts["train"], config),
+            sampler,
+            self.how,
+            self.learner,
+            self.phase,
+            partial(keep_logprobs, self.learner, config=config),
+            partial(drawn_logprobs, self.learner, config=config),
+            self.recorder.failures,
+        )
         self.checkpointer = Checkpointer(config, self.parts(), output)
 
     def make_sampler(self, inputs: Inputs) -> Sampler:
         """What draws: the policy, an engine, an environment around either."""
-        config = self.config
         policy = self.learner.policy
-        sampler = by_model = PolicySampler(inputs.tokenizer, config.model.autocast, self.signals)
+        sampler = by_model = PolicySampler(inputs.tokenizer, self.config.model.autocast, self.signals)
         if inputs.engine is not None:
             self.resources.callback(inputs.engine.close)
-            if config.draws_ahead:
+            if self.config.draws_ahead:
                 leave_cores_to_engine(policy.device)
-            sampler = start_engine(inputs.engine, config, self.learner, by_model, inputs.prompts, self.how)
+            sampler = start_engine(inputs.engine, self.config, self.learner, by_model, inputs.prompts, self.how)
         if inputs.make_environment is not None:
             sampler = EnvironmentSampler(sampler, inputs.make_environment, inputs.tokenizer, policy.config)
         return sampler
@@ -186,19 +188,18 @@ class Run:
         """Save the final model, test it and the best one by validation (step 0's included), and return the summary."""
         self.recorder.bar.close()
         self.checkpointer.snapshot = {}  # this step is saved, and the best model's test may change the policy
-        steps = self.learner.steps
         summary = self.validator.finish() | {
             "output_dir": str(self.output),
             "tokens": self.recorder.tokens,
-            "optimizer_steps": steps,
+            "optimizer_steps": self.learner.steps,
             "seconds": round(self.recorder.elapsed, 2),
             "peak_memory_gb": round(peak_memory_gb(self.learner.policy.device), 3),
         }
         if dist.is_main():
             self.recorder.finish()
             with write_errors(self.output / "summary.json"):
-                for model, step in ((self.output / "final", steps), (summary["best_model"], summary["best_step"])):
-                    card = model_card(self.config, self.settings, step, summary)
-                    write_text(Path(model) / "README.md", str(card))
+                models = {str(self.output / "final"): self.learner.steps, summary["best_model"]: summary["best_step"]}
+                for model, step in models.items():
+                    write_text(Path(model) / "README.md", model_card(self.config, self.settings, step, summary))
                 write_json(self.output / "summary.json", summary)
         return summary

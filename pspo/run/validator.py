@@ -56,11 +56,11 @@ class Validator:
         """Mean reward under the training's sampling, and greedy accuracy (greedy reward without gold answers)."""
         sampled = self.evaluate("validation", self.how, "validate")
         greedy = self.evaluate("validation", How(self.how.sampling.greedy(), self.learner.policy), "validate")
-        sampled_means, greedy_means = dist.run_on_main(lambda: (sampled.means(), greedy.means()))
+        sampled_means, means = dist.run_on_main(lambda: (sampled.means(), greedy.means()))
         validation = {"validation_reward": sampled_means.get("mean_reward", -math.inf)}
-        if "accuracy" in greedy_means:
-            return validation | {"validation_accuracy": greedy_means["accuracy"]}
-        return validation | {"validation_greedy_reward": greedy_means.get("mean_reward", -math.inf)}
+        if "accuracy" in means:
+            return validation | {"validation_accuracy": means["accuracy"]}
+        return validation | {"validation_greedy_reward": means.get("mean_reward", -math.inf)}
 
     def validate(self) -> dict[str, float]:
         """`measure` the policy, and save it if it is the best so far."""
@@ -97,28 +97,24 @@ class Validator:
     def evaluate(self, split: str, how: How, bar: str) -> Evaluation | None:
         """Draw one completion of each prompt, shared evenly by the ranks; rank 0 alone gets the evaluation."""
         prompts = self.prompts[split]
-        bar = "" if self.config.run.quiet else bar
-        rows = math.ceil(len(prompts) / dist.world_size())
         return evaluate(
             self.sampler,
             how,
             prompts,
             self.config.reward,
             step=self.learner.steps,
-            max_rows=rows,
-            bar=bar,
+            max_rows=math.ceil(len(prompts) / dist.world_size()),
+            bar="" if self.config.run.quiet else bar,
             shown_failures=self.recorder.failures,
         )
 
     def finish(self) -> dict[str, Any]:
         """Save the final model, and test it and the best one; returns the results of all tests and validations."""
         policy = self.learner.policy
-        steps = self.learner.steps
         save_model(policy, self.recorder.tokenizer, self.output / "final")
-        best_step = self.best.get("step", steps)
-        if best_step == steps:
-            final = self.test(policy, "after")
-            after = final
+        best_step = self.best.get("step", self.learner.steps)
+        if best_step == self.learner.steps:
+            final = after = self.test(policy, "after")
         else:
             final = self.test(policy, "final")
             after = self.test(self.load_best(), "after")
@@ -135,11 +131,10 @@ class Validator:
         """The best model by validation, in the policy's place if that has adapters."""
         policy = self.learner.policy
         folder = str(self.output / "best")
-        if not has_adapters(policy):
-            model = replace(self.config.model, name_or_path=folder)
-            return load_policy(model, policy.device, self.config.distributed)
-        fill_adapters(policy, folder)
-        return policy
+        if has_adapters(policy):
+            fill_adapters(policy, folder)
+            return policy
+        return load_policy(replace(self.config.model, name_or_path=folder), policy.device, self.config.distributed)
 
     @property
     def best(self) -> dict[str, Any]:
