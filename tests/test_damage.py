@@ -17,7 +17,7 @@ import pspo.run.folders
 import pspo.run.recorder
 from pspo.cli.files import read_jsonl
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import checkpoints, describe_file, find_damage, write_errors, write_manifest
+from pspo.run.folders import checkpoints, describe_file, write_errors
 from pspo.run.resume import find_checkpoint
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -38,12 +38,8 @@ DAMAGE = {
 
 def test_a_damaged_checkpoint_is_named_and_skipped(cut_off, whole, capfd):
     newest = cut_off / "checkpoints/step-000004"
-    (newest / "shards").mkdir()
-    (newest / "shards/0.distcp").write_text("a shard")  # as ranks write them
-    (newest / "manifest.json").unlink()
-    write_manifest(newest)
     shutil.copytree(newest, "kept")
-    for name in ("model.safetensors", "parts.pt", "rank-0.pt", "shards/0.distcp", "manifest.json"):
+    for name in ("model.safetensors", "parts.pt", "rank-0.pt", "manifest.json"):
         for spoil in DAMAGE.values():
             spoil(newest / name)
             assert find_checkpoint(cut_off).name == "step-000002"
@@ -55,19 +51,6 @@ def test_a_damaged_checkpoint_is_named_and_skipped(cut_off, whole, capfd):
     assert train("out") == 0
     assert "resuming out from step-000002" in capfd.readouterr().out
     assert_same(whole, cut_off)
-
-
-def test_a_file_of_another_size_is_refused_unread(cut_off, monkeypatch):
-    newest = cut_off / "checkpoints/step-000004"
-    os.truncate(newest / "model.safetensors", 60 * 2**30)  # sparse
-    monkeypatch.setattr(pspo.run.folders, "describe_file", lambda path: pytest.fail(f"read {path}"))
-    manifest = json.loads((newest / "manifest.json").read_text())
-    only = {"model.safetensors": manifest["model.safetensors"]}
-    (newest / "manifest.json").write_text(json.dumps(only))
-    assert "model.safetensors is not what was saved" in find_damage(newest)
-    for content in ({"parts.pt": []}, [], {"parts.pt": {}}):
-        (newest / "manifest.json").write_text(json.dumps(content))
-        assert "manifest.json" in find_damage(newest)
 
 
 def test_a_crafted_checkpoint_is_not_executed(cut_off):
@@ -85,24 +68,13 @@ def stamps(folder: Path) -> dict[Path, int]:
     return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def cannot_be_read(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/proc/self/mem")  # of 0 bytes, the first of which is an input/output error
-    manifest = json.loads((path.parent / "manifest.json").read_text())
-    manifest[path.name]["bytes"] = 0
-    (path.parent / "manifest.json").write_text(json.dumps(manifest))
-
-
 SPOILT = {  # how a run's folder is spoiled, and what is said
     "every checkpoint is damaged": (
         lambda run: [flip(folder / "parts.pt") for folder in checkpoints(run)], "--run.output_dir out"
     ),
-    "the best model is missing": (lambda run: shutil.rmtree(run / "best"), "out/best/validation.json"),
     "the best model is damaged": (
         lambda run: flip(run / "best/model.safetensors"), "out/best is damaged: model.safetensors is not what was saved"
     ),
-    "the disk fails": (lambda run: cannot_be_read(run / "checkpoints/step-000004/parts.pt"), "[Errno 5]"),
-    "metrics.jsonl": (lambda run: (run / "metrics.jsonl").write_text("[]\n"), "out/metrics.jsonl is damaged"),
     "no step": (lambda run: (run / "metrics.jsonl").write_text("{}\n"), "out/metrics.jsonl is damaged (KeyError"),
     "config.yaml": (lambda run: (run / "config.yaml").write_text("model: {na"), "out/config.yaml is damaged"),
 }  # fmt: skip
@@ -117,12 +89,11 @@ def test_a_run_that_cannot_be_resumed_is_left_alone(cut_off, capfd, spoil, said)
     assert stamps(cut_off) == left
 
 
-@pytest.mark.parametrize("kilobytes", [pytest.param(500, marks=pytest.mark.nightly), 1500])
-def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd, kilobytes):
-    """Full for the weights, or for the larger optimizer state."""
+def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd):
+    """There is room for the weights, and not for the larger optimizer state."""
 
     def fill(*_: object) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 2**10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500 * 2**10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
     def action() -> int:
         before("save_snapshot", fill, Checkpointer, nth=2)

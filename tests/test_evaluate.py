@@ -1,4 +1,4 @@
-"""Evaluation: statistics against known values, means and breakdowns by hand, chunks, resuming, ranks."""
+"""Evaluation: statistics against known values, means and breakdowns by hand, chunks, seeds."""
 
 import itertools
 import math
@@ -82,14 +82,13 @@ def scripted(monkeypatch):
     return script
 
 
-@pytest.mark.parametrize("samples", [1, 2, 5])
+@pytest.mark.parametrize("samples", [1, 2])
 def test_records_are_in_problem_order_although_decoded_by_length(scripted, samples):
     calls = scripted(lambda i, sample: f"sample {sample}\n#### {100 + i}")
     result = evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig(), samples=samples, max_tokens=33)
     expected = {  # 4, 4, 4, 4, 3, 3, 3 rows of 6 completion tokens and a prompt of 1, 1, 2, 2, 3, 4, 5 tokens
         1: [[1, 1, 2, 2], [3, 4, 5]],
         2: [[1, 1], [2, 2], [3], [4], [5]],
-        5: [[length] for length in (1, 1, 2, 2, 3, 4, 5)],
     }
     assert calls == expected[samples]
     found = [(record["problem"], record["sample"], record["completion"]) for record in result.completions]
@@ -214,11 +213,9 @@ def compares(completions, answer):
     ("functions", "answer", "is_given"),
     [
         ([MathReward()], Fraction(1), True),
-        ([FormatReward(), ExactMatch()], "1", True),
         ([compares], Fraction(1), True),
         ([compares], "1", False),
         ([FormatReward()], Fraction(1), False),
-        ([FormatReward(), ExactMatch()], None, False),
     ],
 )
 def test_accuracy_is_given_where_a_reward_compares_answers(scripted, functions, answer, is_given):
@@ -231,7 +228,7 @@ def test_accuracy_is_given_where_a_reward_compares_answers(scripted, functions, 
 # --- chunks -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 9), st.integers(1, 40), st.integers(1, 600)
 )
@@ -244,7 +241,7 @@ def test_chunks_hold_every_problem_once_within_the_budget(lengths, samples, limi
         assert (len(part) + 1) * samples * (lengths[after[0]] + limit) > max_tokens
 
 
-# --- real completions: resuming, seeds, ranks -------------------------------------------------------------------------
+# --- real completions -------------------------------------------------------------------------
 
 
 @pytest.fixture

