@@ -150,7 +150,7 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
     if old_problems != problems:
         changes["data problems"] = (old_problems, problems)
     if "run.seed" in changes:
-        checkpointer.seed(states["learner"]["steps"])
+        checkpointer.parts["generators"].seed(checkpointer.config.run.seed, states["learner"]["steps"])
     has_other_loss = any(switch.startswith(("algorithm.surrogate", "algorithm.terms")) for switch in changes)
     for name, part in checkpointer.parts.items():
         state = states.get(name)
