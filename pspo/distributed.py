@@ -4,9 +4,8 @@ Every rank generates, scores and trains on its own prompts, whole groups. Gradie
 are the counts that a loss is divided by. In a single process nothing is communicated.
 
 * ddp: every rank holds the whole model and optimizer; gradients are summed once per optimizer step.
-* fsdp2: weights, gradients and optimizer state are sharded over the ranks by FSDP2 (`fully_shard`). Layers are gathered
-  for each pass; for rollouts all weights are gathered once, so that decoding needs no communication. torch's modules
-  for this take a second to import, so functions import them.
+* fsdp2: weights, gradients and optimizer state are sharded over the ranks by FSDP2 (`fully_shard`), whose modules take
+  a second to import. Layers are gathered for each pass, and all weights once for a rollout.
 """
 
 import atexit
@@ -121,7 +120,7 @@ def run_on_main(function: Callable[[], T]) -> T:
 
 def gather_objects(value: T) -> list[T]:
     """Every rank's value, in rank order. Tensors must be on the CPU."""
-    values: list[Any] = [value] * world_size()
+    values = [value] * world_size()
     if world_size() > 1:
         torch_dist.all_gather_object(values, value)
     return values
@@ -129,7 +128,7 @@ def gather_objects(value: T) -> list[T]:
 
 def gather_on_main(value: T) -> list[T]:
     """On rank 0 every rank's value, in rank order; nothing elsewhere. Tensors must be on the CPU."""
-    values: list[Any] = [value] * world_size() if is_main() else []
+    values = [value] * world_size() if is_main() else []
     if world_size() > 1:
         torch_dist.gather_object(value, values if is_main() else None)
     return values
@@ -164,8 +163,7 @@ def take_rank_share(items: list[T], minibatches: int) -> list[T]:
 def shard(policy: nn.Module, weights: dict[str, Tensor], autocast: torch.dtype | None) -> None:
     """Shard a model on the meta device, layer by layer, and give each rank its part of rank 0's ``weights``.
 
-    The weights are taken out of the mapping, so that their memory is free. Adapters, which it lacks, get no values.
-    Under autocast layers are gathered in its dtype.
+    The weights are taken out of the mapping, so that their memory is free. Adapters get no values.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 

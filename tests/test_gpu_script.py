@@ -8,14 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import benchmarks.gpu.__main__ as gpu
-from benchmarks.gpu.candidates import race_in_one_pass
 from benchmarks.gpu.common import Measurement, Options, row
-from benchmarks.gpu.decide import compared
 from benchmarks.gpu.parts import PARTS
-from pspo.rollout.drawing import sample_race
 
 
 def read(output: Path) -> dict[str, dict]:
@@ -57,37 +53,6 @@ def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path, here, monkeyp
     (tmp_path / "results.json").write_text(json.dumps(results | {"works": before}))
     here(tmp_path, "--part", "speed")
     assert read(tmp_path)["works"] == before  # measured once
-
-
-def test_the_verdict_names_candidates_that_gain_and_compute_the_same():
-    """Gains of 1.3, of 1.1, and of 2 with other numbers."""
-    gpu_name = {"environment": {"gpu": "a card"}}
-    results = {
-        "pays": {"rows": compared(1.3, 1.0, "ms")} | gpu_name,
-        "slower": {"rows": compared(1.1, 1.0, "ms")} | gpu_name,
-        "inexact": {"rows": [*compared(2.0, 1.0, "s"), row("off", 2.0, most=1)]} | gpu_name,
-        "failed": {"error": "out of memory"},
-    }
-    *table, _, line = gpu.verdict(results)
-    assert line == "Gain of at least 1.2, with the same numbers: pays."
-    assert table[-3:] == [
-        "| pays | 1.3 ms | 1 ms | 1.3 x | yes | a card |",
-        "| slower | 1.1 ms | 1 ms | 1.1 x | yes | a card |",
-        "| inexact | 2 s | 1 s | 2 x | no | a card |",
-    ]
-
-
-# ---------------------------------------------------------------- candidates
-
-
-@pytest.mark.parametrize("top_p", [0.5, 0.85, 1.0])
-def test_a_race_in_one_pass_draws_what_the_race_with_a_bisection_does(top_p):
-    for scale in (0.1, 1.0, 10.0):
-        probs = (scale * torch.randn(200, 64)).softmax(dim=1)
-        torch.manual_seed(0)
-        expected = sample_race(probs, top_p)
-        torch.manual_seed(0)
-        assert torch.equal(race_in_one_pass(probs, top_p), expected)
 
 
 @pytest.mark.nightly

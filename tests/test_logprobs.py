@@ -7,7 +7,6 @@ import reference
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
-from transformers.integrations import sdpa_attention
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pspo.model.load
@@ -248,17 +247,6 @@ def test_dropout_is_switched_off(tiny_model, model_folder, load):
     dropping = AutoModelForCausalLM.from_pretrained(folder).train()
     assert (token_logprobs(dropping, *rows) - token_logprobs(dropping, *rows)).abs().max() > 0.01
     assert policy.config.resid_pdrop == policy.config.embd_pdrop == policy.config.attn_pdrop == 0.5  # in saved models
-
-
-def test_keys_and_values_are_not_copied_for_query_heads(tiny_model, model_folder, load, monkeypatch):
-    monkeypatch.setattr(sdpa_attention, "repeat_kv", None)
-    folder, rows = model_folder(tiny_model("Llama")), make_groups((9, 7, 8))
-    results = []
-    for attention in ("sdpa", "eager"):
-        policy = load(folder, attn_implementation=attention)
-        logprobs = token_logprobs(policy, *rows)
-        results.append((logprobs, gradients(policy, logprobs)))
-    torch.testing.assert_close(*results, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(("name", "min_prefix"), [("Qwen2", 1), ("Qwen2", 10**9), ("Gemma2", 1), ("GPT2", 1)])

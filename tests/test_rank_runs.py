@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from processes import TINY, assert_same, before, contents, kill_at_file_event, one_layer, ranks, send, states
+from processes import TINY, assert_same, before, contents, kill_at_file_event, one_layer, ranks, send
 
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
@@ -231,19 +231,6 @@ def test_a_full_disk_ends_every_rank_and_the_run_resumes_when_there_is_room(whol
     assert checkpoints(tmp_path / "run") == []
     assert train(tmp_path / "run", "fsdp2") == [0, 0]
     assert_same(whole["fsdp2"], tmp_path / "run")
-
-
-@pytest.mark.nightly
-def test_another_number_of_ranks_draws_anew_what_waited(tmp_path):
-    """What waits under a lag is a rank's share of a rollout: one rank cannot train on it."""
-    lag, prompts = "--rollout.lag=1", {}
-    assert train(tmp_path / "two", "ddp", lag, "--run.max_steps=4") == [0, 0]
-    shutil.copytree(tmp_path / "two", tmp_path / "one")
-    for name, number in (("two", 2), ("one", 1)):
-        assert train(tmp_path / name, "ddp", lag, number=number) == [0] * number
-        parts = states(tmp_path / name / "checkpoints/step-000006/parts.pt")
-        prompts[name] = parts["stream"]["position"]
-    assert prompts["one"] == prompts["two"] + 2  # one rollout's
 
 
 def test_a_run_from_python_joins_the_ranks(tmp_path):

@@ -18,7 +18,6 @@ import pytest
 import torch
 import transformers
 from processes import metric_lines, one_layer, run_command
-from test_docs import blocks
 
 import pspo.evaluate.__main__
 import pspo.update.step
@@ -213,19 +212,6 @@ def test_resumes_forks_evaluates_and_exports(tmp_path):
     export = ("export", f"--model.name_or_path={tmp_path / 'lora/final'}", "--output_dir=out")
     run_on_gpu("-m", "pspo", *export, cwd=tmp_path)
     assert (tmp_path / "out/model.safetensors").exists()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["grpo", "own_loop.py", "one_call.py"])
-def test_examples_and_the_library(tmp_path, name):
-    if name == "grpo":
-        text = (TESTS.parent / "examples/grpo.py").read_text().replace("STEPS, EPOCHS = 100, 2", "STEPS, EPOCHS = 2, 2")
-    else:
-        text = dict(blocks("python"))[name].replace('"max_steps": 40', '"max_steps": 2')
-        text = text.replace("TrainConfig()", "TrainConfig(run=RunConfig(max_steps=2))")
-        text = text.replace("import TrainConfig", "import RunConfig, TrainConfig")
-    (tmp_path / "script.py").write_text(text)
-    run_on_gpu("script.py", cwd=tmp_path)
 
 
 @pytest.mark.nightly

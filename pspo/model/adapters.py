@@ -1,7 +1,6 @@
 """Put LoRA adapters into a model, and read and write them as PEFT folders.
 
-PEFT puts its layers into the model, which stays the one that transformers made. Adapters are never merged while they
-train: rollouts, log-probs and gradients run the same layers.
+Adapters are never merged while they train: rollouts, log-probs and gradients run the same layers.
 """
 
 from __future__ import annotations
@@ -158,12 +157,10 @@ def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
 
 
 def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Write the adapters and their base's dtype as a PEFT folder; ``weights`` are a sharded model's, gathered."""
+    """Write the adapters as a PEFT folder; ``weights`` are a sharded model's, gathered."""
     weights = weights or policy.state_dict()
     adapters = {name_in_file(name): weights[name] for name in trained_parameters(policy)}
-    base_dtype = next(str(weight.dtype) for weight in policy.parameters() if not weight.requires_grad)
-    metadata = {"base_dtype": base_dtype.removeprefix("torch.")}  # one entry: several would come in any order
-    save_file(adapters, folder / "adapter_model.safetensors", metadata=metadata)
+    save_file(adapters, folder / "adapter_model.safetensors")
     policy.peft_config["default"].save_pretrained(folder)
 
 

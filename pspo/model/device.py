@@ -1,4 +1,4 @@
-"""The device: threads and dtype of passes on it, how many rows and tokens fit its memory, errors when they do not."""
+"""The device: threads and dtype of passes on it, and how many rows and tokens fit its memory."""
 
 import math
 import os

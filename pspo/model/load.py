@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -77,16 +76,21 @@ def read_policy(config: ModelConfig, model_config: PretrainedConfig, dtype: torc
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    require_none(loading["missing_keys"], "its weights lack", config)  # they would be random
-    misshapen = [name for name, *_ in loading["mismatched_keys"]]
-    require_none(misshapen, "its config.json describes other shapes of", config)
-    require_none(loading["unexpected_keys"], "its config.json describes a model without its weights", config)
     broken = [name for name, weight in policy.named_parameters() if not weight.sum().isfinite()]  # NaN stays in a sum
-    require_none(broken, "not all numbers are finite in its weights", config)
+    faults = {
+        "its weights lack": loading["missing_keys"],  # they would be random
+        "its config.json describes other shapes of": [name for name, *_ in loading["mismatched_keys"]],
+        "its config.json describes a model without its weights": loading["unexpected_keys"],
+        "not all numbers are finite in its weights": broken,
+    }
+    source = f"--model.name_or_path {config.name_or_path}"
+    for fault, names in faults.items():
+        if names:
+            raise ValueError(f"{source}: {fault} {', '.join(sorted(names)[:3])}")
     if getattr(policy, "is_quantized", False):
-        raise ValueError(f"--model.name_or_path {config.name_or_path} is quantised: use it unquantised")
+        raise ValueError(f"{source} is quantised: use it unquantised")
     if has_adapters(policy):  # which transformers has found, and frozen
-        raise ValueError(f"--model.name_or_path {config.name_or_path} holds adapters: name them by a local folder")
+        raise ValueError(f"{source} holds adapters: name them by a local folder")
     return policy
 
 
@@ -108,19 +112,11 @@ def read_on_main(
         weights.update(whole.named_parameters())
         weights.update(whole.named_buffers())
         known = dict(policy.named_parameters()) | dict(policy.named_buffers())
-        fault = "set --distributed.strategy ddp: fsdp2 takes no tied weights that differ:"
-        require_none(weights.keys() - known.keys(), fault, config)
+        require(weights.keys() <= known.keys(), "distributed.strategy", "must be ddp: tied weights differ", "fsdp2")
         return whole.generation_config
 
     policy.generation_config = dist.run_on_main(read)
     return policy, weights
-
-
-def require_none(weights: Iterable[str], fault: str, config: ModelConfig) -> None:
-    """Raise ValueError if there are weights with this fault."""
-    names = sorted(weights)
-    if names:
-        raise ValueError(f"--model.name_or_path {config.name_or_path}: {fault} {', '.join(names[:3])}")
 
 
 def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:

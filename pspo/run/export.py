@@ -1,7 +1,7 @@
 """Merge adapters into their model: ``pspo export --model.name_or_path runs/mine/best --output_dir merged``.
 
-LoRA's matrices A and B of linear layers, in any PEFT folder, are added in float32 to the weights beside which they were
-trained, of bfloat16, say; --model.dtype names another dtype for both.
+LoRA's matrices A and B of linear layers, in any PEFT folder, are added in float32; --model.dtype names the dtype of the
+base's weights and of the merged ones.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from pspo.cli.parse import parse
 from pspo.config import LoraConfig, ModelConfig
@@ -46,26 +45,12 @@ def export(config: ExportConfig) -> None:
         raise ValueError("--model.name_or_path must be a PEFT folder: other models are whole")
     if output.exists():
         raise ValueError(f"--output_dir {output} must not exist yet")
-    adapters = Path(model.lora.name_or_path)
-    read_adapters(adapters)  # raises for a damaged file
-    dtype = base_dtype(adapters) if model.dtype == "auto" else model.dtype
-    adapted = load_policy(replace(model, dtype=dtype), CPU)
-    adapted.float()  # rounded as in the run; the sum is not
-    weights = dict(merged_weights(adapted))
+    read_adapters(Path(model.lora.name_or_path))  # raises for a damaged file
     merged = load_policy(replace(model, lora=LoraConfig()), CPU)
-    merged.load_state_dict(weights)
+    merged.load_state_dict(dict(merged_weights(load_policy(model, CPU).float())))
     with whole_folder(output) as folder:
         write_model(merged, tokenizer, folder)
-    print(f"adapters merged into {dtype} weights, saved in {merged.dtype}: {output}")
-
-
-def base_dtype(adapters: Path) -> str:
-    """The dtype of the weights beside which adapters were trained; float32 of adapters that do not say."""
-    file = adapters / "adapter_model.safetensors"
-    if not file.exists():
-        return "float32"
-    with safe_open(file, framework="pt") as weights:
-        return (weights.metadata() or {}).get("base_dtype", "float32")
+    print(f"adapters merged in float32, saved in {merged.dtype}: {output}")
 
 
 def main(args: Sequence[str] | None = None) -> None:
