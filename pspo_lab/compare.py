@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.stats import binomtest, permutation_test
+from scipy.stats import binomtest
 
 from pspo.cli.files import flat, read_config
 from pspo.cli.terminal import one_line
-from pspo.evaluate.statistics import MEANS, as_text, cluster_bootstrap, measure_name, table
+from pspo.evaluate.statistics import MEANS, as_text, measure_name, table
 from pspo.run.endings import user_errors
 from pspo.tasks.files import local_path
 from pspo_lab.power import MOST_SEEDS, estimate, seeds_text
@@ -18,13 +18,13 @@ from pspo_lab.runs import read_problems
 from pspo_lab.settings import SEED
 
 ONE_SEED = """\
-[95%]: bootstrap over the problems of the paired differences. p: where every problem counts 0 or 1, McNemar's exact test
-of the problems that only A : only B has; otherwise a permutation test, 10,000 flips of the differences' signs. detects:
-the smallest difference that so many problems find at 80% power, of these two models: other seeds may differ by more."""
-SEVERAL = """\
+[95%] and p: t-test of the differences over problems; where every problem counts 0 or 1, p is McNemar's exact test of
+the problems that only A : only B has. detects: the smallest difference that so many problems find at 80% power, of
+these two models: other seeds may differ by more."""
+SEVERAL = f"""\
 [95%] and p: t-test of the differences over seeds and problems, both taken as samples. detects: the smallest difference
 that so many seeds and problems find at 80% power; then the seeds that would find 1, 2, 5 points (of a reward
-0.01, 0.02, 0.05) on so many problems, "-" if no {most:,} would: take more problems."""
+0.01, 0.02, 0.05) on so many problems, "-" if no {MOST_SEEDS:,} would: take more problems."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -62,27 +62,27 @@ def completions_files(path: Path) -> dict[int | None, Path]:
     return files
 
 
-def comparison(paths: Sequence[Path], first: dict[int | None, Path], second: dict[int | None, Path]) -> str:
+def comparison(paths: Sequence[Path], a_files: dict[int | None, Path], b_files: dict[int | None, Path]) -> str:
     """The differences at each temperature that both have, as text; ValueError if the problems are not the same."""
-    if len(first) > 1 and len(second) > 1:
-        first, second = (
-            {seed: side[seed] for seed in sorted(first.keys() & second.keys())} for side in (first, second)
-        )
-        if not first:
-            raise ValueError(f"{paths[0]} and {paths[-1]} have no seed in common")
-    a_seeds, b_seeds = ([read_problems(file) for file in side.values()] for side in (first, second))
-    n_seeds = max(len(a_seeds), len(b_seeds))
+    pair = f"{paths[0]} and {paths[-1]}"
+    if len(a_files) > 1 and len(b_files) > 1:  # one seed stands beside any number
+        seeds = sorted(a_files.keys() & b_files.keys())
+        if not seeds:
+            raise ValueError(f"{pair} have no seed in common")
+        a_files = {seed: a_files[seed] for seed in seeds}
+        b_files = {seed: b_files[seed] for seed in seeds}
+    evaluations = [read_problems(file) for file in [*a_files.values(), *b_files.values()]]
+    n_seeds = max(len(a_files), len(b_files))
     names = [one_line(str(path)) for path in paths]
     if len(names) == 1:
         names = [f"{names[0]} before training", f"{names[0]} after it"]
     parts = [f"A  {names[0]}\nB  {names[1]}"]
-    for temperature in [name for name in a_seeds[0] if all(name in one for one in a_seeds + b_seeds)]:
-        frames = [one[temperature] for one in a_seeds + b_seeds]
-        problems = frames[0].index
+    for temperature in [name for name in evaluations[0] if all(name in one for one in evaluations)]:
+        frames = [one[temperature] for one in evaluations]
         for frame in frames:
-            if not frame.index.equals(problems):
-                counts = f"({len(problems):,} and {len(frame):,}, in order)"
-                raise ValueError(f"{paths[0]} and {paths[-1]} are not of the same problems {counts}")
+            if not frame.index.equals(frames[0].index):
+                counts = f"({len(frames[0]):,} and {len(frame):,}, in order)"
+                raise ValueError(f"{pair} are not of the same problems {counts}")
         rows = {}
         for name in frames[0]:
             if name in MEANS or name.endswith("@1") or not all(name in frame for frame in frames):  # @1: accuracy
@@ -90,44 +90,36 @@ def comparison(paths: Sequence[Path], first: dict[int | None, Path], second: dic
             values = np.stack([frame[name] for frame in frames])  # (seeds of A and of B, problems)
             values = values[:, ~np.isnan(values).any(axis=0)]
             if values.size:
-                rows[measure_name(name)] = row(name, values[: len(a_seeds)], values[len(a_seeds) :])
-        title = f"T = {temperature}, {len(problems):,} problems"
-        if n_seeds > 1:
-            title += f", {n_seeds} seeds"
+                rows[measure_name(name)] = row(name, values[: len(a_files)], values[len(a_files) :])
+        title = f"T = {temperature}, {len(frames[0]):,} problems" + (f", {n_seeds} seeds" if n_seeds > 1 else "")
         parts.append(table(title, pd.DataFrame.from_dict(rows, orient="index")))
     if len(parts) == 1:
-        raise ValueError(f"{paths[0]} and {paths[-1]} have no temperature in common")
-    return "\n\n".join([*parts, SEVERAL.format(most=MOST_SEEDS) if n_seeds > 1 else ONE_SEED])
+        raise ValueError(f"{pair} have no temperature in common")
+    return "\n\n".join([*parts, SEVERAL if n_seeds > 1 else ONE_SEED])
 
 
 def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str]:
-    """The line of a measure, by column, with values (seeds, n) of each problem; one seed stands beside any number."""
+    """The line of a measure, by column, with values (seeds, n) of each problem."""
     difference = b - a
     found = estimate(difference)
-    detects = as_text(name, float(found.detects()))
-    texts = {"A": as_text(name, float(a.mean())), "B": as_text(name, float(b.mean()))}
+    interval = (found.mean - found.half_width(), found.mean + found.half_width())
+    p = found.p()
+    further = {}
     if len(difference) == 1:
-        interval = cluster_bootstrap(difference[0])
-        p, counts = exact_test(a[0], b[0])
-        further = {"only A : only B": counts, "detects": detects}
-    else:
-        interval = (found.mean - found.half_width(), found.mean + found.half_width())
-        p = found.p()
-        further = {"detects": detects, "seeds for 1, 2, 5 points": seeds_text(found)}
-    texts["B - A [95%]"] = as_text(name, {"value": float(found.mean), "ci95": interval})
-    return texts | {"p": f"{p:.2g}"} | further
-
-
-def exact_test(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
-    """p of paired values (n,), and the problems that only a and only b solves, "-" if some count neither 0 nor 1."""
-    difference = b - a
-    if np.isin([a, b], (0, 1)).all():
-        worse = int((difference < 0).sum())
-        better = int((difference > 0).sum())
-        p = binomtest(better, worse + better).pvalue if worse + better else 1.0
-        return p, f"{worse} : {better}"
-    if len(difference) < 2:
-        return 1.0, "-"
-    rng = np.random.default_rng(0)
-    flips = permutation_test((difference,), np.mean, permutation_type="samples", n_resamples=9_999, batch=100, rng=rng)
-    return flips.pvalue, "-"
+        further["only A : only B"] = "-"
+        if np.isin([a, b], (0, 1)).all() and difference.any():
+            worse = int((difference < 0).sum())
+            better = int((difference > 0).sum())
+            further["only A : only B"] = f"{worse} : {better}"
+            p = binomtest(better, worse + better).pvalue
+    texts = {
+        "A": as_text(name, float(a.mean())),
+        "B": as_text(name, float(b.mean())),
+        "B - A [95%]": as_text(name, {"value": float(found.mean), "ci95": interval}),
+        "p": f"{p:.2g}",
+        **further,
+        "detects": as_text(name, float(found.detects())),
+    }
+    if len(difference) > 1:
+        texts["seeds for 1, 2, 5 points"] = seeds_text(found)
+    return texts

@@ -57,14 +57,9 @@ def find(metrics: pd.DataFrame, config: dict[str, Any], summary: dict[str, Any])
         findings += check(metrics, config)
     findings += check_best_model(summary)
     if config.get("trainer") == "trl":
-        findings = [finding._replace(advice=in_trl(finding.advice)) for finding in findings]
+        for ours, theirs in TRL.items():
+            findings = [finding._replace(advice=finding.advice.replace(ours, theirs)) for finding in findings]
     return sorted(findings, key=lambda finding: -finding.severity)
-
-
-def in_trl(advice: str) -> str:
-    for ours, theirs in TRL.items():
-        advice = advice.replace(ours, theirs)
-    return advice
 
 
 def check_failures(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
@@ -84,24 +79,19 @@ def check_failures(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding
 
 def check_signal(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
     """Groups whose rewards are equal, which have no advantage."""
-    first, last = metrics.ends("zero_advantage_share")
-    first_reward, last_reward = metrics.ends("reward")
-    learnt = last_reward >= 0.8  # a run that has learnt its problems ends without signal
-    shares = {first: first_reward} if first > 0.8 else {}  # NaN where a trainer writes none
-    if last > 0.8 and not learnt:
-        shares[last] = last_reward
-    if not shares:
-        return
-    share = max(shares)
-    reward = shares[share]
+    begin, end = zip(metrics.ends("zero_advantage_share"), metrics.ends("reward"), strict=True)
+    if end[1] >= 0.8:  # a run that has learnt its problems ends without signal
+        end = begin
+    share, reward = max(begin, end)
     if reward < 0.2:
-        reason, other = "problems are too hard, or the format is never met", "problems of another difficulty"
+        reason, cure = "problems are too hard, or the format is never met", "problems of another difficulty"
     elif reward > 0.8:
-        reason, other = "problems are too easy", "problems of another difficulty"
+        reason, cure = "problems are too easy", "problems of another difficulty"
     else:
-        reason, other = "its completions are too much alike", "a higher --rollout.temperature"
-    text = f"{share:.0%} of the completions have no advantage: mostly groups of equal rewards ({reason})"
-    yield Finding(2, text, f"--rollout.resample 2, a larger --rollout.group_size, or {other}")
+        reason, cure = "its completions are too much alike", "a higher --rollout.temperature"
+    if share > 0.8:
+        text = f"{share:.0%} of the completions have no advantage: mostly groups of equal rewards ({reason})"
+        yield Finding(2, text, f"--rollout.resample 2, a larger --rollout.group_size, or {cure}")
 
 
 def check_completions(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
@@ -157,17 +147,15 @@ def check_rewards(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]
     """A reward that falls, or that rises without the accuracy."""
     rewards = metrics["reward"]
     window = max(1, len(rewards) // 5)
-    smooth = rewards.rolling(window).mean().dropna()
-    if len(smooth):
-        peak = smooth.max()
-        last = smooth.iloc[-1]
-        noise = rewards.diff().std() / window**0.5  # of the difference of two windows, trends aside
-        if peak > 0 and last < min(0.8 * peak, peak - NOISE_ERRORS * noise):
-            text = f"the reward fell from {peak:.2f} to {last:.2f}"
-            advice = "a lower --optimizer.lr or fewer --algorithm.epochs"
-            if config.get("run.validate_every", 0):
-                advice += "; `best/` has the better model"
-            yield Finding(3, text, advice)
+    smooth = rewards.rolling(window).mean().ffill()
+    peak = smooth.max()
+    last = smooth.iloc[-1]
+    noise = rewards.diff().std() / window**0.5  # of the difference of two windows, trends aside
+    if peak > 0 and last < min(0.8 * peak, peak - NOISE_ERRORS * noise):
+        advice = "a lower --optimizer.lr or fewer --algorithm.epochs"
+        if config.get("run.validate_every", 0):
+            advice += "; `best/` has the better model"
+        yield Finding(3, f"the reward fell from {peak:.2f} to {last:.2f}", advice)
     first_reward, last_reward = metrics.ends("validation_reward")
     first, last = metrics.ends("validation_accuracy")
     if last_reward > first_reward + 0.05 and last < first - 0.05:

@@ -5,7 +5,7 @@ import base64
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from pspo_lab.identities import RATIOS, make_surrogate, token_curve
 from pspo_lab.runs import LabRun, Runs, read_samples, skip_unreadable, warn
 from pspo_lab.tables import mean_over_seeds
 
-TOKEN_TYPES = COLUMNS | {"token_id": float, "row": float}  # which a run of another trainer may lack
+TOKEN_TYPES = COLUMNS | {"token_id": float}  # which a run of another trainer may lack
 NEWEST = ("reward", "validation_reward", "entropy", "kl_old_new", "truncated_share")  # in the table of runs
 MEASURES = ("mean_reward", "accuracy", "gold_anywhere")
 MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
@@ -137,22 +137,15 @@ def last_metrics(run: LabRun) -> Record:
 
 def changed_tests(folder: Path) -> Record:
     """Test problems whose completion changed its reward in training, how many, and the first: the worst."""
-    before, after = (read_jsonl(folder / f"test-{when}.jsonl") for when in ("before", "after"))
-    if not before or not after:
-        return {"worse": 0, "better": 0, "shown": []}
-    pairs = [(old, new) for old, new in zip(before, after, strict=False) if None not in (old["reward"], new["reward"])]
-    changed = [(old, new) for old, new in pairs if new["reward"] != old["reward"]]
-    changed.sort(key=lambda pair: pair[1]["reward"] - pair[0]["reward"])
-    worse = sum(new["reward"] < old["reward"] for old, new in changed)
     changes = []
-    for old, new in changed[:MOST_CHANGES]:
-        changes.append({
-            "prompt": prompt_text(old["prompt"]),
-            "gold": old["gold"],
-            "before": {"text": old["completion"], "value": float(old["reward"])},
-            "after": {"text": new["completion"], "value": float(new["reward"])},
-        })  # fmt: skip
-    return {"worse": worse, "better": len(changed) - worse, "shown": changes}
+    for old, new in zip(*(read_jsonl(folder / f"test-{when}.jsonl") for when in ("before", "after")), strict=False):
+        if None not in (old["reward"], new["reward"]) and old["reward"] != new["reward"]:
+            sides = {"before": old, "after": new}
+            shown = {name: {"text": one["completion"], "value": float(one["reward"])} for name, one in sides.items()}
+            changes.append({"prompt": prompt_text(old["prompt"]), "gold": old["gold"], **shown})
+    changes.sort(key=lambda change: change["after"]["value"] - change["before"]["value"])
+    worse = sum(change["after"]["value"] < change["before"]["value"] for change in changes)
+    return {"worse": worse, "better": len(changes) - worse, "shown": changes[:MOST_CHANGES]}
 
 
 def prompt_text(prompt: str | Messages) -> str:
@@ -168,8 +161,8 @@ def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -
     """The recorded groups of all runs, with the visits to their tokens; beyond `MOST_TOKENS` some rollouts' only."""
     files = [{step_of(file): file for file in numbered(folder / TOKENS, ".parquet")} for folder in folders]
     visits = 0
-    for file in chain.from_iterable(run_files.values() for run_files in files):
-        with contextlib.suppress(OSError, ValueError):  # `read_visits` names a damaged file
+    for file in (file for run_files in files for file in run_files.values()):
+        with contextlib.suppress(OSError, ValueError):  # `add_visits` names a damaged file
             visits += parquet.read_metadata(file).num_rows
     groups = []
     left_out = 0
@@ -212,63 +205,36 @@ def make_groups(run: int, samples: Sequence[Record]) -> list[Record]:
 
 
 def add_visits(groups: Sequence[Record], file: Path, surrogates: dict[str, Surrogate]) -> None:
-    """Add to a rollout's completions the visits to their tokens that its file has."""
-    names = [(group["problem"], one["sample"]) for group in groups for one in group["completions"]]
+    """Add to a rollout's completions the visits to their tokens that its file has; the run's weights are named ""."""
+    completions = [one for group in groups for one in group["completions"]]
     try:
         table = pd.read_parquet(file).reindex(columns=[*TOKEN_TYPES]).astype(TOKEN_TYPES)
-        table = join_completions(table, pd.DataFrame(names, columns=["problem", "sample"]))
+        if table["row"].max() >= len(completions):
+            raise ValueError("samples.jsonl lacks completions whose tokens it has")
     except (OSError, ValueError, *DAMAGE) as error:
         warn(f"{file} is not what a run records ({error}); left out")
         return
+    table = table.sort_values(["step", "row", "position"], ignore_index=True)
     table["visit"] = table.groupby(["step", "row"]).ngroup()
     if table[["logprob", "old_logprob", "advantage"]].notna().any().all():  # none if no optimizer step visited it
         for name, surrogate in surrogates.items():
             steps = [surrogate_weights(surrogate.bind_step(step - 1), visit) for step, visit in table.groupby("step")]
             table[f"weight {name}"] = pd.concat(steps)
-    completions = [one for group in groups for one in group["completions"]]
-    for (_, row), visit in table.groupby(["step", "row"]):
+    for (step, row), visit in table.groupby(["step", "row"]):
         if completions[row]["recorded"] is None:
-            completions[row]["recorded"] = describe_tokens(visit)
-        completions[row]["recorded"]["visits"].append(describe_visit(visit, surrogates))
-
-
-def join_completions(table: pd.DataFrame, completions: pd.DataFrame) -> pd.DataFrame:
-    """The tokens, sorted, with the ``row`` of each in ``completions``: problem and sample of the rollout's.
-
-    A file without the column row, as runs before it and other trainers write, must name each completion by problem and
-    sample. ValueError if two completions have the same, or if tokens are of none.
-    """
-    keys = ["row", "problem", "sample"]
-    if table["row"].isna().any():
-        keys.remove("row")
-        table = table.drop(columns="row")
-        if completions.duplicated().any():
-            raise ValueError("it has no column row, and a problem comes twice in the rollout")
-    joined = table.merge(completions.rename_axis("row").reset_index(), on=keys)
-    if len(joined) < len(table):
-        raise ValueError("samples.jsonl lacks completions whose tokens it has")
-    return joined.astype({"row": int}).sort_values(["step", "row", "position"], ignore_index=True)
-
-
-def describe_tokens(visit: pd.DataFrame) -> Record:
-    """What all visits to a completion's tokens share."""
-    record = {
-        "text": visit["text"].fillna("").tolist(),
-        "id": visit["token_id"].tolist(),
-        "position": visit["position"].tolist(),
-        "visits": [],
-    }
-    return record | encode_columns(visit, ("old_logprob", "sampler_logprob", "reference_logprob"))
-
-
-def describe_visit(visit: pd.DataFrame, surrogates: dict[str, Surrogate]) -> Record:
-    """Results of an optimizer step at the tokens of a completion; the run's weights are named ""."""
-    weights = encode_columns(visit, [f"weight {name}" for name in surrogates] + ["weight"])
-    return {
-        "step": int(visit["step"].iloc[0]),
-        "weights": {name.removeprefix("weight").strip(): values for name, values in weights.items()},
-        **encode_columns(visit, ("logprob", "entropy")),
-    }
+            completions[row]["recorded"] = {
+                "text": visit["text"].fillna("").tolist(),
+                "id": visit["token_id"].tolist(),
+                "position": visit["position"].tolist(),
+                "visits": [],
+                **encode_columns(visit, ("old_logprob", "sampler_logprob", "reference_logprob")),
+            }
+        weights = encode_columns(visit, [f"weight {name}" for name in surrogates] + ["weight"])
+        completions[row]["recorded"]["visits"].append({
+            "step": int(step),
+            "weights": {name.removeprefix("weight").strip(): values for name, values in weights.items()},
+            **encode_columns(visit, ("logprob", "entropy")),
+        })  # fmt: skip
 
 
 def encode_columns(table: pd.DataFrame, names: Sequence[str]) -> dict[str, str]:
@@ -290,12 +256,10 @@ def surrogate_weights(surrogate: Callable[..., Tensor], table: pd.DataFrame) -> 
 
 def surrogate_curve(surrogate: Surrogate | None) -> Record | None:
     """dL/dlogprob against the ratio for advantages 1 and -1; None if it depends on the rest of a completion."""
-    curves = [token_curve(surrogate, advantage) if surrogate else None for advantage in (1.0, -1.0)]
-    if any(curve is None for curve in curves):
+    above, below = (token_curve(surrogate, advantage) if surrogate else None for advantage in (1.0, -1.0))
+    if above is None or below is None:
         return None
-    return {
-        name: encode_floats(values) for name, values in zip(("ratio", "above", "below"), (RATIOS, *curves), strict=True)
-    }
+    return {"ratio": encode_floats(RATIOS), "above": encode_floats(above), "below": encode_floats(below)}
 
 
 def parse_surrogate(text: str) -> Surrogate:

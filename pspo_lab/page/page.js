@@ -75,9 +75,10 @@ function plot(options, table, host) {
 
 const shortTicks = (_, ticks) => ticks.map(short);
 
-function yRange(_, low, high) { // without a spread uPlot would draw 0 to 100
+function yRange(_, low, high) { // without a spread uPlot draws 0 to 100; at a spread of float32's rounding it hangs
   if (low == null) return [0, 1];
-  return low === high ? [low - 0.5, high + 0.5] : uPlot.rangeNum(low, high, 0.1, true);
+  const flat = high - low <= 1e-6 * Math.max(Math.abs(low), Math.abs(high));
+  return flat ? [low - 0.5, high + 0.5] : uPlot.rangeNum(low, high, 0.1, true);
 }
 
 function xOf(curve) {

@@ -35,16 +35,20 @@ const wait = setInterval(() => {
 
 
 def test_nothing_hostile_runs(tmp_path):
-    """A run, one of whose recorded groups is made of hostile texts; the group is seen in its tab alone."""
-    train_run(tmp_path / "run", 0)
-    sample = read_jsonl(tmp_path / "run/samples.jsonl")[0]
-    hostile = [sample | {"prompt": text, "completion": text, "step": 1000, "sample": i} for i, text in
-               enumerate(HOSTILE)]  # fmt: skip
-    with (tmp_path / "run/samples.jsonl").open("a") as file:
+    """A run with a metric that varies by rounding, and a group of hostile texts, which is seen in its tab alone."""
+    run = tmp_path / "run"
+    train_run(run, 0)
+    lines = read_jsonl(run / "metrics.jsonl")
+    flat = [line | {"flat": 1 + i % 2 * 2**-23} for i, line in enumerate(lines)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in flat))
+    sample = read_jsonl(run / "samples.jsonl")[0] | {"step": 1000}
+    hostile = [sample | {"prompt": text, "completion": text, "sample": i} for i, text in enumerate(HOSTILE)]
+    with (run / "samples.jsonl").open("a") as file:
         file.write("".join(json.dumps(record) + "\n" for record in hostile))
-    page = make_page([tmp_path / "run"]).replace("</body>", f"{CLICKS}</body>")
+    page = make_page([run]).replace("</body>", f"{CLICKS}</body>")
     (tmp_path / "view.html").write_text(page, encoding="utf-8")
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
-    done = subprocess.run([*command, f"file://{tmp_path}/view.html"], capture_output=True, text=True)
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    command = ["chromium", *flags, f"file://{tmp_path}/view.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)  # a script of the page hangs beyond
     body = done.stdout.rpartition("<body")[2].partition(">")[2].partition("</body>")[0]
     assert body.split() == ["false,true,false,false,false", "undefined", "0"]

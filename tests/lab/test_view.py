@@ -103,7 +103,7 @@ def test_what_a_run_of_another_trainer_lacks_is_left_out(runs, tmp_path):
     table = pd.read_parquet(runs / "seed-0/tokens.parquet")
     (tmp_path / "tokens.parquet").mkdir()
     for step, rollout in table.groupby((table["step"] + 1) // 2 * 2):  # two steps in each
-        kept = rollout.drop(columns=["row", "entropy", "token_id", "weight"])
+        kept = rollout.drop(columns=["entropy", "token_id", "weight"])
         kept.to_parquet(tmp_path / f"tokens.parquet/step-{step}.parquet")
     data = data_of(make_page([tmp_path]))
     assert data["runs"][0]["about"] == f"unknown on {tmp_path} · Clip · seed 0 · step 8"
@@ -129,7 +129,7 @@ def test_of_a_problem_that_comes_twice_in_a_rollout_each_copy_has_its_own_tokens
     visits = [[visit["step"] for visit in (one["recorded"] or {"visits": []})["visits"]]
               for group in groups for one in group["completions"]]  # fmt: skip
     assert visits == [[], [7], [6, 8]]
-    for damaged, reason in ((table.drop(columns="row"), "comes twice"), (table.assign(row=3), "lacks completions")):
+    for damaged, reason in ((table.drop(columns="row"), "non-finite"), (table.assign(row=3), "lacks completions")):
         damaged.to_parquet(file)
         assert not recorded(data_of(make_page([run])))
         assert reason in capsys.readouterr().err
