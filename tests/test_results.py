@@ -13,9 +13,9 @@ from pspo_lab.power import estimate
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def read_table(page: str, first: str) -> pd.DataFrame:
+def read_table(page: str, first: str, file: str = "README.md") -> pd.DataFrame:
     """The table of a page whose header begins so; rows by their first cell."""
-    text = (RESULTS / page / "README.md").read_text(encoding="utf-8")
+    text = (RESULTS / page / file).read_text(encoding="utf-8")
     (block,) = re.findall(rf"^\| {first}.*\n(?:\|.*\n)+", text, flags=re.MULTILINE)
     header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines())
     return pd.DataFrame(rows, columns=header).set_index(header[0])
@@ -55,6 +55,16 @@ def test_tuned_methods(model):
     assert {*table.index} == {*accuracy}
     assert_column(table["accuracy (%)"], accuracy)
     assert_column(table["minus NoClip"], accuracy.sub(accuracy["NoClip, 1 epoch"], axis=0))
+
+
+def test_surrogates_in_trl():
+    rewards = pd.read_csv(RESULTS / "trl/runs.csv").pivot(index="seed", columns="loss", values="eval_reward")
+    table = read_table("../docs/guide", "loss in TRL", "bridge.md")
+    assert_column(table["reward after 32 steps"], rewards)
+    differences = rewards.sub(rewards["TRL"], axis=0)
+    assert_column(table["minus TRL's, 95% interval"], differences)
+    for row in table.index[1:]:
+        assert_shows(table.loc[row, "would be detected"], float(estimate(differences[[row]].to_numpy()).detects()))
 
 
 def test_second_epoch():
