@@ -128,10 +128,8 @@ def gather_objects(value: T) -> list[T]:
 
 def gather_on_main(value: T) -> list[T]:
     """On rank 0 every rank's value, in rank order; nothing elsewhere. Tensors must be on the CPU."""
-    values = [value] * world_size() if is_main() else []
-    if world_size() > 1:
-        torch_dist.gather_object(value, values if is_main() else None)
-    return values
+    values = gather_objects(value)
+    return values if is_main() else []
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
@@ -259,17 +257,20 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write every rank's shards as safetensors files; raises OSError or RuntimeError if a rank cannot."""
+    """Write every rank's shards as safetensors files; raises the error of the first rank that cannot."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with checkpoint_errors():
+    try:
         checkpoint.save(trained_state(model, optimizer), storage_writer=writer)
+    except checkpoint.CheckpointException as error:  # which is no Exception
+        reason, _ = next(iter(error.failures.values()))
+        raise reason from None
 
 
 def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read what `save_shards` wrote, on any number of ranks; raises OSError or RuntimeError if that fails."""
+    """Read what `save_shards` wrote, on any number of ranks."""
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -279,7 +280,7 @@ def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimizer.step()  # makes the state's tensors; they and the weights are read next
         optimizer.zero_grad()
-    with torch.no_grad(), checkpoint_errors():
+    with torch.no_grad():
         checkpoint.load(trained_state(model, optimizer), storage_reader=reader)
 
 
@@ -292,16 +293,3 @@ def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
             for key, value in optimizer.state.get(parameter, {}).items():
                 state[f"optimizer.{name}.{key}"] = value
     return state
-
-
-@contextlib.contextmanager
-def checkpoint_errors() -> Iterator[None]:
-    """Turn PyTorch's error, which is no Exception, into an OSError or RuntimeError with the first rank's reason."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        reason, _ = next(iter(error.failures.values()))
-        kind = OSError if isinstance(reason, OSError) else RuntimeError
-        raise kind(" ".join(str(reason).split())) from reason

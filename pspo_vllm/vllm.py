@@ -24,9 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pspo import distributed as dist
 from pspo.config import ModelConfig, TrainConfig
-from pspo.model import casts_to_bf16
 from pspo.model.adapters import merged_weights
-from pspo.model.device import MAX_ROWS
+from pspo.model.device import MAX_ROWS, casts_to_bf16
 from pspo.model.find import locate, resolve_adapters
 from pspo.model.load import weights_dtype
 from pspo.rollout import Sampling

@@ -35,8 +35,8 @@ from benchmarks.workloads import Shape, Workload, model_folder
 from pspo.cli.files import read_json, read_jsonl
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO
-from pspo.model import autocast, casts_to_bf16, default_microbatch_tokens
-from pspo.model.device import peak_memory_gb
+from pspo.model import autocast, default_microbatch_tokens
+from pspo.model.device import casts_to_bf16, peak_memory_gb
 from pspo.rollout import Rollout, Sampling, generate, left_pad
 from pspo.train import main
 from pspo.update import Learner, update

@@ -1,14 +1,7 @@
 """The model: loading it, its log-probs, and the fast ways to the same numbers."""
 
 from pspo.model.adapters import StartingAdapters, fill_adapters, has_adapters
-from pspo.model.device import (
-    autocast,
-    casts_to_bf16,
-    default_max_rows,
-    default_microbatch_tokens,
-    is_out_of_memory,
-    to_device,
-)
+from pspo.model.device import autocast, default_max_rows, default_microbatch_tokens, is_out_of_memory, to_device
 from pspo.model.find import ASSETS, load_model_config, load_tokenizer, locate, pad_token_id, stop_token_ids
 from pspo.model.load import load_policy
 from pspo.model.logprobs import (
@@ -20,11 +13,4 @@ from pspo.model.logprobs import (
     token_logprobs,
     unflatten,
 )
-from pspo.model.shared_prompts import (
-    CACHE_ARGUMENT,
-    has_plain_cache,
-    share_prefix,
-    shares_prompts,
-    takes_visible_columns,
-    to_model,
-)
+from pspo.model.shared_prompts import CACHE_ARGUMENT, share_prefix, shares_prompts, takes_visible_columns, to_model

@@ -6,8 +6,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig, Decoder, RolloutConfig
-from pspo.model import default_max_rows, has_plain_cache, pad_token_id, stop_token_ids, takes_visible_columns
+from pspo.model import default_max_rows, pad_token_id, stop_token_ids, takes_visible_columns
 from pspo.model.find import token_ids
+from pspo.model.shared_prompts import has_plain_cache
 from pspo.rollout.types import Sampling
 
 
