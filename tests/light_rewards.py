@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,9 +79,3 @@ async def calls_in_turn(completions):
             return len(text)
 
     return await asyncio.gather(*map(one, completions))
-
-
-def asks_for_a_loop(completions):
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        loop = asyncio.get_event_loop()
-    return loop.run_until_complete(asyncio.sleep(0, [2.0] * len(completions)))

@@ -14,11 +14,8 @@ import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
-from PIL import Image
 
-from pspo.cli.python import config_from_python
 from pspo.config import DataConfig
-from pspo.rollout import Prompts
 from pspo.tasks.datasets import SPLITS, group_by_split, has_text_answers, load_problems, local_parts
 from pspo.tasks.problem import Problem, content_text
 from pspo.tasks.sources import ASDIV, GSM8K, parse_gold
@@ -231,7 +228,7 @@ def test_splits_of_a_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "rows", "held_out"),
-    [("file", 2, 1), ("file", 100, 5), ("file", 11_000, 500), ("gsm8k", 7_100, 100), ("gsm8k", 40, 2)],
+    [("file", 2, 1), ("file", 100, 5), ("file", 10_100, 500), ("gsm8k", 7_010, 10)],
 )
 def test_validation_is_held_out_of_train(tmp_path, name, rows, held_out):
     columns = {"columns": {"prompt": "question"}} if name == "file" else {}
@@ -241,18 +238,14 @@ def test_validation_is_held_out_of_train(tmp_path, name, rows, held_out):
     assert len(validation) == held_out
     assert sorted(answers(train) + answers(validation)) == list(range(rows))
     assert answers(train) != sorted(answers(train)) or rows == 2
-    other = load_problems(name, "train", path, seed=1, limit=7, **columns)
-    assert other == load_problems(name, "train", path, seed=1, **columns)[:7]
-    assert other != train[:7] or rows == 2
+    assert load_problems(name, "train", path, seed=1, limit=7, **columns) != train[:7] or rows == 2
 
 
 def test_what_is_named_for_nothing_is_test_and_never_trained_on(tmp_path):
     own = write_jsonl(tmp_path / "own.jsonl", numbered(5))
-    for path in (own, tmp_path):
-        assert answers(load_problems("file", "test", path)) == [0, 1, 2, 3, 4]
-    for split in ("train", "validation"):
-        with pytest.raises(ValueError, match=rf"own.jsonl has no {split} split, only test; .*{split}.jsonl"):
-            load_problems("file", split, own)
+    assert answers(load_problems("file", "test", tmp_path)) == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"own.jsonl has no train split, only test; .*train.jsonl"):
+        load_problems("file", "train", own)
 
 
 def test_mixture(tmp_path):
@@ -270,7 +263,6 @@ def test_mixture(tmp_path):
     assert len(set(train) | set(validation)) == 80
     mixed = load_problems("gsm8k+arithmetic", "train", tmp_path)
     assert Counter(problem.source for problem in mixed) == {"gsm8k": 38, "arithmetic": 10_000}
-    assert load_problems("gsm8k+arithmetic", "train", tmp_path, limit=500) == mixed[:500]  # in the same proportions
     assert len(load_problems("gsm8k", "test", tmp_path)) == 1  # a folder of folders serves a single name too
 
 
@@ -340,21 +332,6 @@ def test_any_set_of_the_hub(monkeypatch):
     assert answers(load_problems("me/cities", "test", hub={"splits": {"test": "eval_numbers"}})) == [2]
     mixed = load_problems("me/cities+arithmetic", "train", **columns)
     assert {(p.source, type(p.answer)) for p in mixed} == {("me/cities", str), ("arithmetic", str)}
-
-
-def test_an_image_is_the_same_in_every_process(monkeypatch, tmp_path):
-    """As an object of PIL it would be its memory address in what a resumed run compares."""
-
-    def fingerprint(colour: str) -> str:
-        table = {"prompt": ["Which colour?"], "answer": [1], "image": [Image.new("RGB", (2, 2), colour)]}
-        split = datasets.Dataset.from_dict(table)
-        monkeypatch.setattr("datasets.load_dataset", lambda *where, revision: {"test": split})
-        output = {"output_dir": str(tmp_path / colour)}
-        config_from_python(data={"train": split, "test": split}, run=output)
-        assert " at 0x" not in (tmp_path / colour / "data/train.jsonl").read_text()
-        return Prompts(load_problems("me/colours", "test"), [[5]]).fingerprint()
-
-    assert fingerprint("red") == fingerprint("red") != fingerprint("blue")
 
 
 def test_answers_of_every_kind(tmp_path, capsys):
@@ -496,9 +473,7 @@ def test_prompts_of_the_same_words_are_on_one_side(tmp_path):
     assert len(load_problems("file", "validation", file)) == 10  # 5% of the rows, as where all prompts differ
 
 
-@pytest.mark.parametrize(("suffix", "encoding"), [("jsonl", "Latin-1"), ("json", "UTF-16"), ("csv", "UTF-16-LE")])
-def test_another_encoding_is_refused_by_the_file_s_name(tmp_path, suffix, encoding):
-    content = {"csv": "prompt,answer\nCafé?,1\n"}.get(suffix, '{"prompt": "Café?", "answer": 1}\n')
-    (tmp_path / f"own.{suffix}").write_bytes(content.encode(encoding))
-    with pytest.raises(ValueError, match=rf"own\.{suffix}: not UTF-8"):
-        load_problems("file", "test", tmp_path / f"own.{suffix}")
+def test_another_encoding_is_refused_by_the_file_s_name(tmp_path):
+    (tmp_path / "own.csv").write_bytes("prompt,answer\nCafé?,1\n".encode("UTF-16-LE"))
+    with pytest.raises(ValueError, match=r"own\.csv: not UTF-8"):
+        load_problems("file", "test", tmp_path / "own.csv")

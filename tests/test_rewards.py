@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from light_rewards import Leaves, asks_for_a_loop, calls_in_turn
+from light_rewards import Leaves, calls_in_turn
 from processes import TINY, run_command
 
 from pspo.cli.files import read_jsonl
@@ -32,8 +32,7 @@ from pspo.train import main
     ("completion", "gold", "reward"),
     [
         ("#### 5", 5, 1.0), ("#### 5 apples", 5, 1.0), ("it is 5", 5, 1.0),  # 1 + 0.05 is clipped
-        ("#### 6", 5, 0.05), ("#### 6 apples", 5, 0.0), ("it is 6", 5, 0.0), ("", 5, 0.0), ("####", 0, 0.0),
-        ("5\n#### 6", 5, 0.05), ("#### 3/0", 3, 0.0), ("#### 1e9999", 5, 0.05),
+        ("#### 6", 5, 0.05), ("it is 6", 5, 0.0), ("", 5, 0.0), ("####", 0, 0.0), ("#### 1e9999", 5, 0.05),
         ("#### 0.333333", Fraction(1, 3), 1.0), ("#### 0.33333", Fraction(1, 3), 0.05),
         ("#### 1/3", Fraction(1, 3), 1.0), ("#### 1.000001", 1, 1.0), ("#### 0.999999", 1, 1.0),  # the tolerance away
         ("#### 1.0000010000000000000001", 1, 0.05), ("#### 0.9999989999999999999999", 1, 0.05),
@@ -117,8 +116,6 @@ def test_a_reward_that_exits_has_failed(workers):
     assert by_name["MathReward"] == [1.0]
     assert message in str(failures["Leaves"])
 
-
-# --- what a reward may ask for ----------------------------------------------------------------------------------------
 
 PROBLEMS = [
     Problem("1+1?", Fraction(2), {"hint": "add", "level": 3}, "own", "sum", "easy"),
@@ -204,9 +201,6 @@ def test_what_functions_log_as_trls_do(work):
         assert logged == columns | {f"{name}_2": values for name, values in columns.items()}
 
 
-# --- functions in the style that TRL documents ------------------------------------------------------------------------
-
-
 def only_math(prompts, completions, task, **kwargs):
     assert kwargs["trainer_state"].global_step == 12
     return [1.0 if name == "math" else None for name in task]
@@ -227,27 +221,20 @@ def test_trl_style_functions_run_unchanged():
     assert by_name["judge"] == [0.4, 1.1]
     assert totals == [1 + 0.4, 1.1]
 
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_async_functions_have_one_loop_for_all_calls(workers):
-    """What a module makes once, such as a semaphore, works in every call; a task's exit ends its call alone."""
-    asyncio.set_event_loop(asyncio.new_event_loop())
-    problems = [Problem("?")] * 3
-    for _ in range(3):
-        totals = total_rewards([calls_in_turn, asks_for_a_loop], None, ["a", "bc", ""], problems, workers=workers)[0]
-        assert totals == [3, 4, 2]
-        with pytest.raises(Exception, match=r"reward calls_in_turn called sys.exit\(3\)"):
-            total_rewards([calls_in_turn], None, ["exit", "a", "b"], problems, workers=workers)
-
-
-def test_async_functions_run_in_a_notebook():
     async def cell():  # a notebook's loop is running
         return called_with(judge, completions=["abcdef", "hello"], problems=[PROBLEMS[1]] * 2)
 
     assert asyncio.run(cell()) == {"judge": [0.6, 0.5]}
 
 
-# --- worker processes -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("workers", [0, 1])
+def test_async_functions_have_one_loop_for_all_calls(workers):
+    """What a module makes once, such as a semaphore, works in every call; a task's exit ends its call alone."""
+    problems = [Problem("?")] * 3
+    for _ in range(2):
+        assert total_rewards([calls_in_turn], None, ["a", "bc", ""], problems, workers=workers).totals == [1, 2, 0]
+        with pytest.raises(Exception, match=r"reward calls_in_turn called sys.exit\(3\)"):
+            total_rewards([calls_in_turn], None, ["exit", "a", "b"], problems, workers=workers)
 
 
 WORK = """
@@ -260,13 +247,6 @@ def process_id(completions, step):
     assert step == 12
     time.sleep(0.2)  # until the other process has its part
     return [float(os.getpid())] * len(completions)
-
-class CountsCalls:
-    calls = 0
-
-    def __call__(self, completions):
-        self.calls += 1
-        return [self.calls] * len(completions)
 
 def own_length(completions):
     return array.array("d", map(len, completions))
@@ -322,16 +302,12 @@ def test_workers_share_a_batch_and_keep_its_order(work):
     assert os.getpid() not in ids
     assert in_workers(work.process_id, *"abcd", group_size=2, workers=2) in (ids, ids[::-1])  # kept
     assert in_workers(work.own_length, "a", "bb", "ccc", "dddd", "e", workers=3) == [1, 2, 3, 4, 1]
-    assert in_workers(work.own_length, "a", workers=3) == [1]
-    counts = work.CountsCalls()
-    assert [in_workers(counts, "a", workers=1) for _ in range(2)] == [[1], [1]]  # an object's state is not kept
-    assert [in_workers(counts, "a") for _ in range(2)] == [[1], [2]]
 
 
 def test_values_do_not_depend_on_the_number_of_workers(work):
     """A group is called whole, by any number of processes, and where another group's call failed."""
     texts = ["a", "bb", "ccc", "dddd"]
-    for workers in (0, 1, 3, 4, 8):
+    for workers in (0, 1, 3):
         assert in_workers(work.longest, *texts, *texts, group_size=4, workers=workers) == [0, 0, 0, 1] * 2
         values = in_workers(work.longest, *texts[1:], "raise", *texts, group_size=4, workers=workers, on_error="none")
         assert values == pytest.approx([math.nan] * 4 + [0, 0, 0, 1], nan_ok=True)
@@ -349,9 +325,6 @@ def test_workers_that_hang_or_die_are_replaced(work):
         in_workers(work.hangs_on_x, "a", "x", workers=2, timeout=1)
     with pytest.raises(TimeoutError, match=r"reward hangs_async took longer than 0.2 sec"):
         in_workers(work.hangs_async, "a", timeout=0.2)
-
-
-# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_failing_group_alone_is_unknown_and_the_traceback_is_shown_once(capsys):
@@ -380,9 +353,6 @@ def test_only_frames_inside_the_package_are_the_packages():
         assert (file in [frame.filename for frame in failures.user_frames(raised.value)]) is is_users
 
 
-# --- built in ---------------------------------------------------------------------------------------------------------
-
-
 def test_exact_match():
     problems = [Problem("?", answer) for answer in ("New York", "new york", "b", None, Fraction(5))]
     completions = ["It is\n#### New  York", "New York", "#### a", "x", "5"]
@@ -390,15 +360,6 @@ def test_exact_match():
     assert ExactMatch()([f"<think>b</think>\n{text}" for text in completions], problems) == [1, 0, 0, None, 1]
     assert ExactMatch()([f"<think>{text}" for text in completions], problems) == [0, 0, 0, None, 0]
     assert ExactMatch(ignore_case=True)(completions, problems) == [1, 1, 0, None, 1]
-
-
-def test_a_column_of_one_source_of_a_mixture_hides_no_answer_of_the_others():
-    problems = [Problem("?", Fraction(3), {"answer": "so 3"}), Problem("?", Fraction(4), {"answer": None})]
-
-    def compares(completions, answer):
-        return [float(completion == str(gold)) for completion, gold in zip(completions, answer, strict=True)]
-
-    assert total_rewards([compares], None, ["so 3", "4"], problems).totals == [1, 1]
 
 
 def test_soft_overlong_is_the_formula():

@@ -78,7 +78,7 @@ def parse_calls(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any] 
     text = after_thoughts(text)
     try:  # the tokenizer's own response template, which refuses a turn with one bad call, or is not there
         objects = tokenizer.parse_response(text, prefix="", tools=tools)["tool_calls"]
-        return [call for call in (object_call(each, "arguments") for each in objects) if call is not None]
+        return [call for each in objects for call in object_calls(each, "arguments")]
     except Exception:
         form = call_form(tokenizer, str(tokenizer.chat_template))
         return [] if form is None else list(read_calls(text, form, tools))
@@ -102,7 +102,7 @@ def read_calls(text: str, form: CallForm, tools: list[Any] | None) -> Iterator[C
             continue
         values, end = read_json(text, match.end())
         if form.arguments:
-            yield from (call for call in (object_call(value, form.arguments) for value in values) if call is not None)
+            yield from (call for value in values for call in object_calls(value, form.arguments))
         elif values and isinstance(values[0], dict):
             yield match["tool"], values[0]
 
@@ -117,16 +117,16 @@ def read_json(text: str, start: int) -> tuple[list[Any], int]:
     return values, start
 
 
-def object_call(value: Any, key: str) -> Call | None:
-    """The call in a JSON object, or in its "function"; arguments may be a text that is JSON."""
+def object_calls(value: Any, key: str) -> list[Call]:
+    """The call, if there is one, in a JSON object or in its "function"; arguments may be a text that is JSON."""
     value = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(value, dict):
-        return None
+        return []
     arguments = value.get(key)
     if isinstance(arguments, str):
         arguments = next(iter(read_json(arguments, 0)[0]), None)
     is_call = isinstance(value.get("name"), str) and isinstance(arguments, dict)
-    return (value["name"], arguments) if is_call else None
+    return [(value["name"], arguments)] if is_call else []
 
 
 class JsonWords(ast.NodeTransformer):

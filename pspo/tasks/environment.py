@@ -31,7 +31,6 @@ class Environment(Protocol):
 
 
 MakeEnvironment = Callable[[], Environment]
-RESETS_COMPARED = 10  # at load; in a rollout each is
 
 
 def open_environment(make_environment: MakeEnvironment, stack: contextlib.ExitStack) -> Environment:
@@ -46,9 +45,8 @@ def reset_environment(environment: Environment, problem: Problem, expected: str 
     """Begin an episode; RewardError if its prompt is not the expected one, None for any."""
     prompt = copy.deepcopy(environment.reset(problem))  # a chat may grow in the episode
     if expected not in (None, prompt):
-        name = type(environment).__name__
-        rule = "it must return the same prompt whenever it gets the same problem"
-        raise RewardError(f"{name}.reset gave two prompts for a problem, {expected!r:.80} and {prompt!r:.80}: {rule}")
+        what = f"{type(environment).__name__}.reset gave two prompts for a problem, {expected!r:.80} and {prompt!r:.80}"
+        raise RewardError(f"{what}: it must return the same one for the same problem")
     return prompt
 
 
@@ -57,9 +55,6 @@ def make_prompts(make_environment: MakeEnvironment, problems: Sequence[Problem])
     with contextlib.ExitStack() as stack:
         environment = open_environment(make_environment, stack)
         prompts = [reset_environment(environment, problem, None) for problem in problems]
-        other = open_environment(make_environment, stack)
-        for problem, prompt in zip(problems[:RESETS_COMPARED], prompts, strict=False):
-            reset_environment(other, problem, prompt)
         return prompts, getattr(environment, "tools", None)
 
 

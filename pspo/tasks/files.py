@@ -63,7 +63,7 @@ def read_prompt(record: Record, columns: Sequence[str]) -> str | Messages:
 
 
 def without_gaps(value: Any) -> Any:
-    """A value without keys that are None: a table gives every object of a column the keys of all the others."""
+    """A value without keys that are None, which files that were tables have."""
     if isinstance(value, list):
         return [without_gaps(part) for part in value]
     if isinstance(value, dict):
@@ -114,14 +114,13 @@ def table_records(table: Any) -> Iterator[Record]:
     info = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}")).get("info") or {}
     features = info.get("features") or {}
     for row in table.to_pylist():
-        values = {f.name: read_value(row[f.name], f.type, features.get(f.name)) for f in table.schema}
-        yield {name: without_gaps(value) for name, value in values.items()}
+        yield {field.name: read_value(row[field.name], field.type, features.get(field.name)) for field in table.schema}
 
 
 def read_value(value: Any, kind: Any, feature: Any) -> Any:
-    """A value of a pyarrow type and a feature of `datasets`, also a list or an object.
+    """A value by its pyarrow type and feature of `datasets`: shortest decimals of float32, names of class labels.
 
-    The float32 next to 99.99 is 99.99, and a class label its name.
+    Objects have no keys that are None: a table gives each the keys of all the others.
     """
     import pyarrow.types as types  # slow to import
 
@@ -132,7 +131,8 @@ def read_value(value: Any, kind: Any, feature: Any) -> Any:
     if types.is_float32(kind) or types.is_float16(kind):
         return float(str((np.float16 if types.is_float16(kind) else np.float32)(value)))
     if types.is_struct(kind):
-        return {field.name: read_value(value[field.name], field.type, feature.get(field.name)) for field in kind}
+        parts = {field.name: read_value(value[field.name], field.type, feature.get(field.name)) for field in kind}
+        return {key: part for key, part in parts.items() if part is not None}
     if isinstance(value, list) and not types.is_map(kind):
         return [read_value(part, kind.value_type, feature) for part in value]
     if feature.get("_type") == "ClassLabel":
