@@ -47,10 +47,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]
 
 
 def write_tokens(run: Path, step: int, parts: list[dict[str, Any]]) -> None:
-    """Write the file of the rollout that ends with this step, from its parts' columns (n,); None for those they lack.
-
-    A part is what one process computed.
-    """
+    """Write the file of the rollout that ends with this step, from the columns (n,) that each process computed."""
     import pyarrow as pa  # slow to import
     import pyarrow.parquet as parquet
 

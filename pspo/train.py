@@ -4,7 +4,7 @@
              -> surrogate -> aggregate -> backward -> optimizer step -> metrics / validation / saved model
 
 `train` is that line, top to bottom; its second half, the optimizer steps of one rollout, is `pspo.update.step`.
-Everything around the algorithm (records, checkpoints, resuming, signals) is the parts of a run, in `pspo.run`.
+Records, checkpoints, resuming and signals are the parts of a run, in `pspo.run`.
 """
 
 import sys
@@ -24,8 +24,7 @@ from pspo.update import update
 def train(run: Run) -> dict[str, Any]:
     """Train until the run ends; returns its summary, as written to ``summary.json``.
 
-    Raises Stopped when a signal ends the run, which is saved once a step was taken; RunFailed when a reward raises,
-    likewise saved, or after too many skipped steps in a row: then the last checkpoint is kept.
+    Raises Stopped when a signal ends the run, and RunFailed when it cannot continue: `pspo.run.endings` has the table.
     """
     run.start()
     while run.begin_rollout():
@@ -73,16 +72,10 @@ class TrainModule(ModuleType):
                 and after.
             reward: a reward function, a `Reward` or a name, or a list of them.
             algorithm: a surrogate, by name or as an instance.
-            rollout: {"prompts", "group_size", "max_completion_tokens", "temperature", "top_p", ...}.
-            optimizer: {"lr", "schedule", "max_grad_norm", "microbatch_tokens", ...}.
-            run: {"max_steps", "seed", "output_dir", "validate_every", "test_limit", "tracker", ...}.
-            distributed: {"strategy"}, under torchrun.
             config: a YAML file or a method ("grpo", "ppo", "dr-grpo", "dapo", "rloo", "decoupled"), below all others.
-            on_rollout: called after each rollout with its `Experience` and the metrics of its optimizer steps; only
-                reads.
+            on_rollout: called after each rollout with its `Experience` and the metrics of its optimizer steps; reads.
 
-        Raises ValueError for a wrong setting, RunFailed for a run that cannot continue, Stopped for one that Ctrl-C
-        ended.
+        Raises ValueError for a wrong setting, RunFailed for a run that cannot continue, Stopped after Ctrl-C.
         """
         sections = {
             "model": model,

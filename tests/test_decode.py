@@ -13,11 +13,11 @@ from transformers import TopPLogitsWarper
 import pspo.rollout.graphs
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig
 from pspo.model import autocast, load_tokenizer, stop_token_ids, token_logprobs
-from pspo.rollout import Sampling, encode_prompts, generate, make_sampling
-from pspo.rollout.drawing import in_nucleus, sample_nucleus, sample_race
-from pspo.rollout.generators import Generators
-from pspo.rollout.sampling import find_decoder
+from pspo.rollout import How, PolicySampler, Prompts, Sampling, encode_prompts, generate, make_sampling
+from pspo.rollout.drawing import Generators, in_nucleus, sample_nucleus, sample_race
+from pspo.rollout.sampler import find_decoder
 from pspo.run.folders import save_model
+from pspo.tasks import Problem
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7, 9], [11]]
 SAMPLING = Sampling(stop_ids=[60, 61], pad_id=62, temperature=0.9, top_p=0.85, max_completion_tokens=12)
@@ -128,15 +128,11 @@ def undisturbed(tiny_model):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*HOSTILE, "in config.json"])
+@pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_generation_settings_change_nothing(tiny_model, model_folder, load, tokenizer, undisturbed, name):
     clean = tiny_model()
-    if name == "in config.json":  # as in folders of old
-        hostile = HOSTILE["sampling"]
-        folder = model_folder(clean, config=hostile, without=["generation_config.json"])
-    else:
-        hostile, folder = HOSTILE[name], model_folder(clean)
-        (folder / "generation_config.json").write_text(json.dumps(hostile))
+    hostile, folder = HOSTILE[name], model_folder(clean)
+    (folder / "generation_config.json").write_text(json.dumps(hostile))
     model = load(folder)
     theirs = model.generation_config
     assert theirs.to_dict().items() >= hostile.items()  # it was loaded
@@ -152,9 +148,8 @@ def test_hostile_generation_settings_change_nothing(tiny_model, model_folder, lo
 
     assert model.generation_config is theirs
     save_model(model, tokenizer, folder.parent / "saved")
-    if name != "in config.json":
-        saved = json.loads((folder.parent / "saved/generation_config.json").read_text())
-        assert saved == saved | hostile | {"eos_token_id": stop_token_ids(model, tokenizer)}
+    saved = json.loads((folder.parent / "saved/generation_config.json").read_text())
+    assert saved == saved | hostile | {"eos_token_id": stop_token_ids(model, tokenizer)}
 
 
 @each_decoder
@@ -222,10 +217,11 @@ def test_out_of_memory_draws_as_with_fewer_rows_from_the_start(tiny_model, token
         drawn = seeded(7, Scarce(model, 4), tokenizer, prompts, sampling, group_size=2)
     assert completions(drawn) == completions(expected)
     generators, resumed = (Generators(torch.device("cpu"), 0) for _ in range(2))
+    sampler = PolicySampler(tokenizer, memory=generators)  # with torch's numbers, as an evaluation draws
     with pytest.warns(UserWarning, match="out of memory"):
-        generate(Scarce(model, 4), tokenizer, prompts, sampling, 2, generators)
+        sampler.draw(Prompts([Problem("")] * len(prompts), prompts), 2, How(sampling, Scarce(model, 4)))
     resumed.load_state_dict(generators.state_dict())  # a run stays at fewer rows, and so does one that resumes it
-    drawn = seeded(7, model, tokenizer, prompts, sampling, group_size=2, generators=resumed)
+    drawn = seeded(7, model, tokenizer, prompts, sampling, group_size=2, memory=resumed)
     assert completions(drawn) == completions(expected)
     expected = seeded(7, Scarce(model, 1), tokenizer, prompts, replace(sampling, max_rows=1), group_size=2)
     with pytest.warns(UserWarning, match="out of memory"):  # down to less than a group

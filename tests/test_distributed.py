@@ -19,7 +19,7 @@ from pspo.rollout import Prompts, Rollout, Sampling, encode_prompts
 from pspo.rollout.sampler import How, PolicySampler
 from pspo.rollout.types import Nucleus
 from pspo.tasks import Problem
-from pspo.update import keep_logprobs, update
+from pspo.update import drawn_logprobs, update
 from pspo.update.learner import make_learner
 
 if not torch.distributed.is_gloo_available():
@@ -78,8 +78,9 @@ def step(config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, f
     share = torch.tensor(dist.take_rank_share(list(range(len(rollout))), config.algorithm.minibatches))
     rollout, advantages = rollout.rows(share), advantages[share]
     if config.rollout.lag:
-        rollout, fresh = keep_logprobs(learner, rollout, advantages, config), rollout
-        update(learner, fresh, advantages, config)  # the policy moves on
+        old = drawn_logprobs(learner, rollout, advantages, learner.policy, config)
+        update(learner, rollout, advantages, config)  # the policy moves on
+        rollout = replace(rollout, behaviour_logprobs=old)
     metrics = update(learner, rollout, advantages, config)
     exported = dist.full_state_dict(learner.policy)
     assert exported is None or not any("base_layer" in name for name in exported)  # adapters alone

@@ -1,7 +1,7 @@
 """Models are exact or refused: log-probs of padded batches, and decoded tokens, are those of each row alone."""
 
 from dataclasses import replace
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -12,10 +12,9 @@ from test_logprobs import gradients, make_groups, make_rows
 
 from pspo.config import ModelConfig, RolloutConfig
 from pspo.model import CACHE_ARGUMENT, token_logprobs
-from pspo.model.exactness import check_exactness
 from pspo.model.find import room_for_prompts
-from pspo.rollout import decode_greedily, generate, make_sampling
-from pspo.rollout.sampling import fault_for_graphs
+from pspo.rollout import generate, make_sampling
+from pspo.rollout.sampler import check_decoding, fault_for_graphs
 from pspo.train import main
 
 IN_CI = "bart bloom cohere deepseek_v3 gemma3_text gpt2 gpt_oss gptj lfm2 llama llama4_text mamba mixtral qwen3_next"
@@ -23,9 +22,9 @@ PROMPTS = [list(range(20, 70)), [7, 8, 9]]
 
 
 def check(policy, tokenizer):
-    """`check_exactness` with the decoder that the model takes; returns the sampling."""
+    """`check_decoding` with the decoder that the model takes; returns the sampling."""
     sampling = make_sampling(policy, tokenizer, RolloutConfig(max_completion_tokens=12))
-    check_exactness(policy, PROMPTS, partial(decode_greedily, policy, tokenizer, sampling))
+    check_decoding(policy, tokenizer, sampling, SimpleNamespace(ids=PROMPTS), "none")
     return sampling
 
 

@@ -152,7 +152,7 @@ def test_another_configuration_removes_nothing_of_a_run_without_a_checkpoint(cap
 
 def test_a_run_without_a_checkpoint_does_not_block_its_folder(whole, capfd):
     def action() -> int:
-        before("draw", lambda *_: send(signal.SIGKILL), Now, nth=1)
+        before("next", lambda *_: send(signal.SIGKILL), Now, nth=1)
         return train("out", "--algorithm.epochs=1", "--model.name_or_path=tiny-math", "--run.test_limit=3")
 
     assert forked(action) == -signal.SIGKILL
@@ -197,7 +197,7 @@ def test_a_fork_without_a_change_is_its_parents_continuation(whole_with, lag):
     shutil.rmtree("parent/checkpoints/step-000006")
 
     def start() -> int:
-        before("draw", lambda *_: send(signal.SIGKILL), Now, nth=1)
+        before("next", lambda *_: send(signal.SIGKILL), Now, nth=1)
         return train("again", *switches, "--run.fork_from=parent")
 
     assert forked(start) == -signal.SIGKILL
@@ -260,7 +260,7 @@ def test_a_fork_begins_with_a_rollout_of_its_own_and_its_own_limit_of_memory(her
     """The parent was stopped in a validation, and drew four rows at a time once memory had run out."""
 
     def action() -> int:
-        before("draw", lambda source: setattr(source.how.generators, "max_rows", 4), Now)
+        before("next", lambda source: setattr(source.how.generators, "max_rows", 4), Now)
         before("validate", lambda *_: send(signal.SIGTERM), Validator, nth=2)
         return train("stopped")
 

@@ -29,7 +29,7 @@ from pspo.run.folders import checkpoints
 from pspo.train import main
 from pspo.update import Learner, update
 from pspo.update.batching import make_batch, split_microbatches, split_minibatches
-from pspo.update.old import reference_logprobs
+from pspo.update.old import compute_logprobs
 from pspo.update.optimizers import make_optimizer
 
 peft = pytest.importorskip("peft")
@@ -146,7 +146,8 @@ def test_the_reference_is_the_model_with_the_adapters_it_began_from(tmp_path):
         batch = make_batch(rollout, advantages, config.algorithm)
         minibatches = split_minibatches(learner, batch, config)
         part, *_ = split_microbatches(learner, batch, minibatches[0], config)
-        reference = reference_logprobs(learner, batch, minibatches, config)
+        with learner.reference_model() as model_at_start:
+            reference = compute_logprobs(learner, batch, minibatches, model_at_start, config)
         expected = token_logprobs(load_policy(model, CPU), *part.rollout.token_ids, 0.7).detach()
         assert torch.equal(reference[part.indices, : expected.shape[1]], expected)
         assert torch.equal(token_logprobs(policy, *rollout.token_ids, 0.7).detach(), now)  # swapped back

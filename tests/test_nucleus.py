@@ -14,7 +14,7 @@ from pspo.config import ModelConfig
 from pspo.losses import GSPO, NoClip
 from pspo.model import load_tokenizer, token_logprobs
 from pspo.rollout import Sampling, generate
-from pspo.update import Learner, keep_logprobs, update
+from pspo.update import Learner, drawn_logprobs, update
 
 TOP_P = 0.8
 PROMPTS = [[7, 8, 9, 10], [11, 12], [13, 14, 15]]
@@ -137,7 +137,7 @@ def test_log_probs_that_are_kept_before_the_steps_are_renormalised_too(policy, r
     """The old ones, of the policy that drew the rollout, are the sampler's; so are the reference's."""
     config = replay(NoClip(), epochs=1, minibatches=3, beta=0.1)
     learner = Learner(copy.deepcopy(policy), torch.optim.SGD(policy.parameters(), lr=0.0), reference=policy)
-    kept = keep_logprobs(learner, rollout, torch.ones(len(rollout)), config).behaviour_logprobs
+    kept = drawn_logprobs(learner, rollout, torch.ones(len(rollout)), policy, config)
     torch.testing.assert_close(kept.float(), rollout.sampler_logprobs, rtol=0, atol=1e-5)
     for metrics in update(learner, rollout, torch.ones(len(rollout)), config):
         assert metrics["ratio_min"] == pytest.approx(1) == metrics["ratio_max"]
@@ -149,5 +149,3 @@ def test_what_a_rollout_or_learner_lacks_is_named(policy, rollout):
     bare = dataclasses.replace(rollout, nucleus=None)
     with pytest.raises(ValueError, match=r"--algorithm\.nucleus replay needs nuclei"):
         update(learner, bare, torch.ones(len(bare)), replay(NoClip()))
-    with pytest.raises(ValueError, match=r"--algorithm\.beta needs a reference model"):
-        update(learner, rollout, torch.ones(len(rollout)), replay(NoClip(), beta=0.1))

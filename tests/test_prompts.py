@@ -11,11 +11,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig, RolloutConfig, TrainConfig
-from pspo.model import ASSETS, load_policy
+from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig, TrainConfig
+from pspo.model import ASSETS
 from pspo.model.chat import render_prompts
 from pspo.model.find import load_tokenizer, room_for_prompts, set_template_defaults
-from pspo.rollout import How, PolicySampler, Prompts, encode_prompts, load_prompts, make_sampling
+from pspo.rollout import Prompts, encode_prompts, load_prompts
 from pspo.rollout.prompts import PromptStream, prompt_order
 from pspo.tasks import Problem
 
@@ -97,8 +97,6 @@ def test_a_special_token_of_the_template_that_must_stand_alone_is_left_as_it_is(
         [{"role": "system", "content": parts("Be", " brief. ")}, {"role": "user", "content": parts(" a ", "b")}],
         [*CALL, {"role": "tool", "name": "look", "tool_call_id": "a1", "content": "17"}],
         [USER, CALL[1] | {"content": None}, {"role": "tool", "content": parts("17")}],
-        [USER, {"role": "assistant", "content": "Let me think.\n<think>"}],
-        [USER, {"role": "assistant", "content": parts("It is", " 1")}],
     ],
 )
 def test_ids_of_a_chat_are_its_templates(tokenizer, template, chat):
@@ -109,28 +107,8 @@ def test_ids_of_a_chat_are_its_templates(tokenizer, template, chat):
             text = "".join(part["text"] for part in turn["content"])
             turn = turn | {"content": parts(text) if template == TAKES_LISTS else text}
         turns.append(turn)
-    is_begun = chat[-1]["role"] == "assistant"
-    expected = tokenizer.apply_chat_template(turns, add_generation_prompt=not is_begun, continue_final_message=is_begun)
+    expected = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
     assert encode_prompts(tokenizer, [chat], "") == [expected["input_ids"]]
-
-
-def test_a_reward_sees_the_beginning_of_an_answer_and_its_completion(tokenizer, tmp_path, capsys):
-    begun = ["Let me think.\n<think>\n", "It is"]
-    chats = [[USER, {"role": "assistant", "content": text}] for text in (*begun, "word " * 600)] + [[USER]]
-    file = tmp_path / "test.jsonl"
-    file.write_text("".join(json.dumps({"prompt": chat, "answer": 7}) + "\n" for chat in chats))
-    prompts = load_prompts(DataConfig(path=str(file)), tokenizer, "test")
-    assert capsys.readouterr().out == (
-        "file test: dropped 1 of 4 prompts over 512 tokens\n"
-        "file test: 2 of 3 prompts end in a turn of the assistant to continue\n"
-    )
-    policy = load_policy(ModelConfig(), "cpu")
-    sampling = make_sampling(policy, tokenizer, RolloutConfig(max_completion_tokens=3, stop_tokens=[]))
-    rollout = PolicySampler(tokenizer).draw(prompts, 2, How(sampling, policy))
-    drawn = tokenizer.batch_decode(rollout.completion_ids)
-    begun[0] = begun[0].rstrip()
-    starts = [text for text in (*begun, "") for _ in range(2)]
-    assert rollout.texts == [start + text for start, text in zip(starts, drawn, strict=True)]
 
 
 @pytest.mark.parametrize("system_prompt", [SYSTEM_PROMPT, ""])

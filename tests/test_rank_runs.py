@@ -93,7 +93,7 @@ def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
 STALE = ("--rollout.lag=1", "--rollout.resample=2")
 ADAPTERS = ("--model.lora.rank=4", "--algorithm.beta=0.1")
 ENDS = [  # of one rank, with the run's further switches, and what it is about to do; all but the first nightly
-    ("fsdp2", signal.SIGTERM, (), "draw"),
+    ("fsdp2", signal.SIGTERM, (), "next"),
     ("fsdp2", signal.SIGTERM, (), "update"),
     ("ddp", signal.SIGTERM, (), "update"),
     ("ddp", signal.SIGKILL, (), "update"),
@@ -117,7 +117,7 @@ def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exac
 
     def fault() -> None:
         if os.environ["RANK"] == "1":
-            before(function, lambda *_: send(number), Now if function == "draw" else pspo.train, nth=2)
+            before(function, lambda *_: send(number), Now if function == "next" else pspo.train, nth=2)
 
     codes = train(output, strategy, *args, fault=fault)
     if number == signal.SIGTERM:
@@ -144,7 +144,7 @@ def test_a_drawing_ahead_that_fails_on_one_rank_is_given_up_by_all(capfd):
     def rank() -> None:
         dist.init("ddp")
         sampler = FailsOnRank1(None, None, None, asked=((), 2, None))
-        source = Ahead(None, None, sampler, None, None, None, None, None, {})
+        source = Ahead(None, None, sampler, None, None, None, None, {})
         source.collect()
         assert source.prefetched is None
 

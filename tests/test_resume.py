@@ -247,14 +247,14 @@ def test_told_to_stop_a_run_saves_and_resumes_exactly(whole, capfd, owner, funct
 TESTED = ("--run.test_limit=3",)
 DRAWING = {  # what is being drawn at the signal: by what call of a function, the run's switches, the newest checkpoint
     "first test": (Validator, "test", 1, TESTED, []),
-    "rollout": (Now, "draw", 2, (), ["step-000002"]),
+    "rollout": (Now, "next", 2, (), ["step-000002"]),
     "validation": (Validator, "validate", 2, (), ["step-000004", "step-000002"]),
     "first validation": (Validator, "validate", 1, (), []),
     "last test": (Validator, "test", 2, TESTED, ["step-000006", "step-000004"]),
     "test of the best": (Validator, "test", 3, (*MODES["lora"], *TESTED), ["step-000006", "step-000004"]),
-    "lag fills": (Now, "draw", 2, MODES["lag"], []),
+    "lag fills": (Now, "next", 2, MODES["lag"], []),
     "resampled": (PolicySampler, "draw", 6, (*MODES["resampled"], "--reward.functions=[MathReward]"), []),
-    "environment": (Now, "draw", 2, MODES["environment"], ["step-000002"]),
+    "environment": (Now, "next", 2, MODES["environment"], ["step-000002"]),
 }  # fmt: skip
 
 

@@ -87,16 +87,6 @@ def test_stop_tokens_by_name(tiny_model, tokenizer):
         make_sampling(model, tokenizer, replace(config, stop_tokens=["<|im_end|>", "<end>"]))
 
 
-def test_a_thought_that_the_prompt_opens_is_open_in_the_text(tokenizer):
-    ids, end = tokenizer("so</think>#### 7")["input_ids"], SAMPLING.stop_ids[0]
-    prompts = [
-        tokenizer(f"<|im_start|>assistant\n{text}")["input_ids"] for text in ("<think>\n", "", "<think>a</think>")
-    ]
-    sampling = replace(SAMPLING, max_completion_tokens=40)
-    rollout = generate(Scripted([[*ids, end]] * 3), tokenizer, prompts, sampling)
-    assert rollout.texts == [f"{text}so</think>#### 7{tokenizer.decode([end])}" for text in ("<think>", "", "")]
-
-
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize(
     ("opened", "drawn", "gold", "value"),

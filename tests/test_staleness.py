@@ -5,6 +5,7 @@ import dataclasses
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.config import AlgorithmConfig
 from pspo.losses import GSPO, PSPO
-from pspo.rollout import Experience, group_relative_advantages, refill
-from pspo.rollout.source import Now
-from pspo.rollout.types import Nucleus
+from pspo.rollout import Experience, Prompts, group_relative_advantages
+from pspo.rollout.source import Ahead, Now, refill
+from pspo.rollout.types import Nucleus, join
 from pspo.tasks import Reward
 from pspo.train import main
-from pspo.update import keep_logprobs, update
+from pspo.update import drawn_logprobs, update
 
 pytestmark = pytest.mark.usefixtures("here")
 RUN = (
@@ -46,7 +47,7 @@ def train(output: str, *args: str) -> int:
 @pytest.mark.parametrize(("lag", "ratio_to"), [(0, "behaviour"), (3, "behaviour"), (1, "proximal")])
 def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(monkeypatch, lag, ratio_to):
     drawn, trained = [], []
-    draw, update = Now.draw, pspo.train.update
+    draw, update = Now.next, pspo.train.update
 
     def drawing(source):
         experience = draw(source)
@@ -70,7 +71,7 @@ def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(mon
         assert (steps[0]["kl_old_new"] > 1e-7) == bool(moved and ratio_to == "behaviour")
         return steps
 
-    monkeypatch.setattr(Now, "draw", drawing)
+    monkeypatch.setattr(Now, "next", drawing)
     monkeypatch.setattr(pspo.train, "update", training)
     assert train("out", f"--rollout.lag={lag}", f"--algorithm.ratio_to={ratio_to}") == 0
     assert len(trained) == 5
@@ -89,13 +90,25 @@ def test_kept_logprobs_are_the_first_visit_s_to_the_bit(tiny_model, surrogate):
         config = make_config(surrogate, epochs=2, minibatches=minibatches)
         expected, steps = run(tiny_model(), rollout, advantages, config)
         learner = make_learner(tiny_model(), config)
-        kept = keep_logprobs(learner, rollout, advantages, config)
+        kept = drawn_logprobs(learner, rollout, advantages, learner.policy, config)
         learner = make_learner(tiny_model(), config)
-        assert update(learner, kept, advantages, config) == steps
+        stale = dataclasses.replace(rollout, behaviour_logprobs=kept)
+        assert update(learner, stale, advantages, config) == steps
         assert torch.equal(weights(learner.policy), expected)
         left_out = [i for i in range(len(rollout)) if advantages[i] == 0]
         assert left_out
-        assert not kept.behaviour_logprobs[left_out].any()
+        assert not kept[left_out].any()
+
+
+def test_a_rollout_that_was_drawn_ahead_is_handed_out_for_its_prompts_alone():
+    rollout, _ = make_rollout(groups=2)
+    ids = [ids[mask].tolist() for ids, mask in zip(rollout.prompt_ids[::G], rollout.prompt_mask[::G], strict=True)]
+    sampler = SimpleNamespace(asked=None, draw=lambda *_: "drawn now")
+    for prompts in (ids, ids[::-1], ids[:1]):
+        source = Ahead(make_config(), None, sampler, None, None, None, None, {}, prefetched=rollout)
+        expected = rollout if prompts is ids else "drawn now"
+        assert source.draw_rollout(Prompts([], prompts)) is expected
+        assert source.prefetched is None
 
 
 # ---------------------------------------------------------------- resampling
@@ -147,6 +160,15 @@ def test_groups_without_signal_give_way():
             rollout.rows(torch.arange(i * G, (i + 1) * G)) for rollout, i in ((filled.rollout, place), (source, group))
         )
         assert plain(mine) == plain(theirs)  # with every field
+
+
+def test_rollouts_that_lack_what_another_has_are_not_joined():
+    bare, _ = make_rollout(groups=2)
+    for field in ("sampler_logprobs", "nucleus", "environment_rewards"):
+        full = dataclasses.replace(bare, **{field: getattr(with_every_field(2, 1), field)})
+        for parts in ((bare, full), (full, bare)):
+            with pytest.raises(ValueError, match=f"cannot join rollouts with and without {field}"):
+                join(parts)
 
 
 def test_resampling_is_bounded_and_counted():

@@ -65,19 +65,6 @@ def test_values_worked_by_hand(mode, bounds, expected, share):
     assert diagnose_correction(*empty, mode, 3.0) == nothing
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-@pytest.mark.parametrize("distance", [-1e30, 200.0])
-def test_finite_and_bounded_at_extreme_ratios(mode, distance):
-    old = torch.zeros(2, 3000)
-    weights = correction_weights(old, old + distance, old == 0, mode, 3.0)
-    assert weights.isfinite().all()
-    assert weights.max() <= 3.0
-    rows = torch.arange(2).repeat_interleave(3000)
-    tokens = (old.flatten(), old.flatten() + distance, rows, (old == 0).flatten())
-    stats = diagnose_correction(*tokens, mode, 3.0)
-    assert stats["corrected_share"] == (distance < 0)  # a product that underflows is below the cap
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_the_off_policy_mask_equals_the_reference(seed):
     logprobs, sampler, advantages, mask = random_batch((6, 1, 4, 0, 3), seed)
@@ -146,13 +133,6 @@ def test_value_and_gradient_equal_the_oracle_and_garbage_under_the_mask_is_never
     (gradient,) = torch.autograd.grad(actual, dirty)
     divisors = {"dapo": torch.tensor(27), "grpo": 8 * LENGTHS.clamp(min=1)[:, None], "dr_grpo": torch.tensor(80)}
     torch.testing.assert_close(gradient, mask / divisors[how].double(), rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize(("how", "expected"), [("dapo", 15 / 4), ("grpo", (2 + 9) / 3), ("dr_grpo", 15 / 60)])
-def test_aggregates_worked_by_hand(how, expected):
-    per_token_loss = torch.tensor([[1.0, 2, 3], [9, 100, 100], [100, 100, 100]])
-    mask = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
-    assert aggregate(per_token_loss, mask, how, Counts(4, 3, 20)).item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -55,12 +55,11 @@ def plain_numbers(prompt_ids: list[int], ids: list[int]) -> tuple[np.ndarray, np
     ("surrogate", "args", "present"),
     [
         (Clip(), (), set()),
-        (Clip(), ("--optimizer.microbatch_tokens=60",), set()),
         (Clip(), ("--algorithm.beta=0.1",), {"reference_logprob"}),
         (Clip(), ("--algorithm.correction=token_truncate",), {"sampler_logprob"}),
         (GSPO(), ("--algorithm.aggregation=grpo",), set()),  # the plain step
     ],
-    ids=["one pass", "microbatches", "reference", "correction", "sequence level"],
+    ids=["one pass", "reference", "correction", "sequence level"],
 )
 def test_columns_are_what_the_steps_computed(tokenizer, surrogate, args, present):
     folder = run(

@@ -160,19 +160,6 @@ def test_rows_that_the_policy_has_moved_away_from_are_left_out(policy, surrogate
     assert metrics[2]["loss"] != without[2]["loss"]
 
 
-def test_a_correction_of_ones_own_is_called_once_a_step(policy):
-    calls = []
-
-    def count(old_logprobs, sampler_logprobs, mask):
-        calls.append(mask)
-        return torch.ones(len(mask))
-
-    rollout, advantages = make_rollout()
-    config = make_config(PSPO(), epochs=1, correction=count, optimizer={"microbatch_tokens": 1000})
-    run(policy, with_sampler(rollout, policy, 0.6), advantages, config)
-    assert len(calls) == 1
-
-
 SPLIT = [  # with its settings whatever looks at more than one token
     *((*pair, {}) for pair in PAIRS[1::2]),
     (Clip(), by_root, {}),

@@ -16,7 +16,6 @@ import pspo.rollout.types
 import pspo.update.learner
 from pspo.config import ModelConfig
 from pspo.losses import GSPO, PSPO, TOPR, NoClip, Surrogate, log_ratio
-from pspo.rollout import Rollout
 from pspo.update import step as update_step
 from pspo.update import update
 from pspo.update.batching import make_batch, padded_tokens, split_microbatches, split_minibatches
@@ -175,24 +174,6 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_the_same_result(policy,
         assert learner.microbatch_tokens == limit
         assert max(calls[tried:]) <= rows
         assert capsys.readouterr().err == ""
-
-
-def test_old_log_probs_that_run_out_of_memory_are_all_of_the_smaller_shapes(policy, monkeypatch):
-    """Of the second minibatch, whose ratios are 1 where the first one's step moves nothing."""
-    rollout, advantages = make_rollout()
-    config = make_config(PSPO(0.3), **OFF_POLICY | {"optimizer": {"lr": 1e-30, "options": {"weight_decay": 0.0}}})
-    rows, logprobs = [], Rollout.logprobs
-
-    def fails_above_three(part, *args):
-        rows.append(len(part))
-        if len(part) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return logprobs(part, *args)
-
-    monkeypatch.setattr(Rollout, "logprobs", fails_above_three)
-    metrics = update(make_learner(policy, config), rollout, advantages, config)
-    assert max(rows) > 3
-    assert metrics[1]["ratio_min"] == metrics[1]["ratio_max"] == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)

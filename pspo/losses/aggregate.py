@@ -26,17 +26,11 @@ Aggregation = Literal["dapo", "grpo", "dr_grpo"]
 
 @dataclass(frozen=True)
 class Counts:
-    """Size of one optimizer minibatch, over all its microbatches and ranks.
+    """Size of one optimizer minibatch, over all its microbatches and ranks."""
 
-    Args:
-        tokens: unmasked completion tokens.
-        sequences: rows, those that contribute nothing included.
-        max_completion_tokens: the configured limit (not the longest completion seen).
-    """
-
-    tokens: int
-    sequences: int
-    max_completion_tokens: int
+    tokens: int  # unmasked completion tokens
+    sequences: int  # rows, those that contribute nothing included
+    max_completion_tokens: int  # the configured limit (not the longest completion seen)
 
 
 def aggregate(per_token_loss: Tensor, mask: Tensor, how: Aggregation | Callable, counts: Counts) -> Tensor:

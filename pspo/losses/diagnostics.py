@@ -91,17 +91,14 @@ def diagnose_correction(
     cap: float,
     floor: float = 0.0,
 ) -> dict[str, float]:
-    """Statistics of one optimizer step's correction over its tokens with A != 0.
+    """Statistics of one optimizer step's correction over its tokens with A != 0, of ratios r = exp(old - sampler).
 
-    Args:
-        old_logprobs, sampler_logprobs, rows, is_active: (N,), of all tokens; ``rows`` numbers their sequences.
-        mode, cap, floor: of `correction_weights`.
+    All are (N,), of all tokens; ``rows`` numbers their sequences. The bounds are those of `correction_weights`.
 
     Returns:
-        * ``kl_sampler_old``: KL(sampler || old) in nats, the mean of r - 1 - log r, r = exp(old - sampler)
+        * ``kl_sampler_old``: KL(sampler || old) in nats, the mean of r - 1 - log r
         * ``sampler_ratio_max``: the largest r; 1 without a token
-        * ``corrected_share``: share of the tokens whose ratio is above the cap or below the floor; not for a function
-          of the user's
+        * ``corrected_share``: share of the tokens whose ratio is above the cap or below the floor; not for functions
     """
     log_r = log_ratio(old_logprobs, sampler_logprobs, torch.ones_like(is_active))
     active = log_r[is_active] if is_active.any() else log_r.new_zeros(1)  # reads like one token of equal log-probs

@@ -5,7 +5,6 @@ loss moves that token's log-prob alone: where a ratio s or weight w of the whole
 Some names mean something else in TRL or verl: docs/guide/trl.md has the settings that agree.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,8 +40,8 @@ class REINFORCE(Surrogate):
     silent_at_zero_advantage = True
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        weight = torch.ones_like(log_ratio(logprobs.detach(), old_logprobs, mask))
-        return policy_gradient(weight, logprobs, advantages, mask)
+        one = torch.ones_like(log_ratio(logprobs.detach(), old_logprobs, mask))
+        return policy_gradient(one, logprobs, advantages, mask)
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,7 @@ class CISPO(Surrogate):
     """-sg(clip(r, 1 - epsilon, 1 + epsilon_high)) A logprob: clipped weights, no clipped token (MiniMax-M1, 2025).
 
     Bounds lie around 1, as verl's. TRL's epsilon_high is the bound itself, ours + 1 (ScaleRL recommends 5, 4 here).
-
-    Args:
-        epsilon: lower bound 1 - epsilon of the weight; None for no lower bound, the source's choice.
-        epsilon_high: upper bound 1 + epsilon_high of the weight.
+    epsilon None is no lower bound, the source's choice.
     """
 
     epsilon: float | None = None
@@ -75,10 +71,6 @@ class GSPO(Surrogate):
 
     The source averages over sequences: aggregation ``grpo``. LUSPO (Liu et al. 2026) multiplies each sequence's loss by
     its length: GSPO with ``dr_grpo``, times max_completion_tokens, a constant.
-
-    Args:
-        epsilon: lower half-width of the clip range.
-        epsilon_high: upper half-width.
     """
 
     epsilon: float = 3e-4
@@ -99,9 +91,6 @@ class GMPO(Surrogate):
     """-A exp(mean of l), l = min(log r, epsilon) where A > 0, else max(log r, -epsilon) (Zhao et al. 2025).
 
     The geometric mean of the clipped ratios in place of GRPO's arithmetic mean; aggregation ``grpo``.
-
-    Args:
-        epsilon: bound of the log-ratio, where the step would lead further out.
     """
 
     epsilon: float = 0.4
@@ -121,10 +110,6 @@ class VESPO(Surrogate):
     """-sg(w^k exp(lambda (1 - w))) A logprob, w the product of r over the row (Shen et al. 2026).
 
     k and lambda go by the sign of A. The weight is 1 at w = 1 and falls on both sides of its peak at w = k / lambda.
-
-    Args:
-        k_pos, lambda_pos: where A > 0.
-        k_neg, lambda_neg: where A <= 0.
     """
 
     k_pos: float = 2.0
@@ -134,8 +119,7 @@ class VESPO(Surrogate):
     silent_at_zero_advantage = True
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            check(0 <= value < math.inf, self, f"{name} must be at least 0 and finite", value)
+        check_at_least_0(self, *vars(self))
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         log_r = log_ratio(logprobs.detach(), old_logprobs, mask)
@@ -154,11 +138,7 @@ class DPPO(Surrogate):
     the divergence is the binary one, of "this token or any other": |p - q| ("tv"), or
     KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)) ("kl"). The step would add to it where A > 0 and p > q, or A <= 0
     and p < q. The source's top-K divergence needs the whole distribution, which a surrogate does not see; its q is the
-    sampler's, ours the old log-probs'.
-
-    Args:
-        divergence: "tv" or "kl".
-        epsilon: largest divergence; the source takes 0.15 for tv and 0.05 for kl.
+    sampler's, ours the old log-probs'. It takes epsilon 0.15 for tv and 0.05 for kl.
     """
 
     divergence: Literal["tv", "kl"] = "tv"
@@ -190,9 +170,6 @@ class SPO(Surrogate):
 
     Its minimum is at Clip's bounds, r = 1 + epsilon where A > 0 and 1 - epsilon where A < 0: beyond, the gradient leads
     back. CFPO (Cagatan et al. 2026, 2601.22801) is this loss.
-
-    Args:
-        epsilon: distance of the minimum from r = 1.
     """
 
     epsilon: float = 0.2
@@ -214,17 +191,13 @@ class DRO(Surrogate):
     Direct Reward Optimization (Richemond et al. 2024), with the mean reward for its value function. A token's share of
     log^2 w is log w log r, and has the gradient of log^2 w. verl's and Tinker's ``dro`` has a token's log^2 r: level
     "token".
-
-    Args:
-        tau: weight of the penalty.
-        level: "sequence" or "token".
     """
 
     tau: float = 0.05
     level: Literal["sequence", "token"] = "sequence"
 
     def __post_init__(self) -> None:
-        check(0 <= self.tau < math.inf, self, "tau must be at least 0 and finite", self.tau)
+        check_at_least_0(self, "tau")
         check(self.level in ("sequence", "token"), self, 'level must be "sequence" or "token"', repr(self.level))
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -244,12 +217,7 @@ class CEGPPO(Surrogate):
     """-(w / sg(r)) r A: Clip that leaves a bounded gradient to the tokens it clips (Su et al. 2025, 2509.20712).
 
     w is r where Clip has a gradient, beta1 (1 - epsilon) below the range and beta2 (1 + epsilon_high) above it. The
-    authors' code also cuts the loss at r = 3 where A < 0; the paper does not.
-
-    Args:
-        epsilon, epsilon_high: of Clip.
-        beta1: weight of tokens with A < 0 below the range; 0 is Clip's gradient.
-        beta2: weight of tokens with A > 0 above the range; 0 is Clip's gradient.
+    authors' code also cuts the loss at r = 3 where A < 0; the paper does not. With beta1 = beta2 = 0 it is Clip.
     """
 
     epsilon: float = 0.2
@@ -276,10 +244,6 @@ class ASPO(Surrogate):
 
     Positive tokens that lag behind the old policy weigh more, not less (Wang et al. 2025, 2510.06062, section 6). The
     authors' code has the delta of 3, and other clip ranges for uncertain tokens, which the paper does not.
-
-    Args:
-        epsilon, epsilon_high: of Clip.
-        delta: upper bound of the weight.
     """
 
     epsilon: float = 0.2

@@ -66,21 +66,20 @@ def function_name(function: Callable | str) -> str:
 
 def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> None:
     """Raise SurrogateError unless the loss of a surrogate or term is (B, T), wide enough and with a gradient."""
-    name = function_name(piece)
+    fault = None
     if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise SurrogateError(f"{name} must return a loss per token, (B, T) = {tuple(logprobs.shape)}, not {got}")
-    if loss.dtype not in (torch.float32, torch.float64):
-        raise SurrogateError(f"{name} returned {loss.dtype}; it must return torch.float32 or wider: use .float()")
-    if logprobs.requires_grad and not loss.requires_grad:
-        raise SurrogateError(f"{name} returned a loss without gradient; it must depend on logprobs, not detached")
+        fault = f"must return a loss per token, (B, T) = {tuple(logprobs.shape)}, not {got}"
+    elif loss.dtype not in (torch.float32, torch.float64):
+        fault = f"returned {loss.dtype}; it must return torch.float32 or wider: use .float()"
+    elif logprobs.requires_grad and not loss.requires_grad:
+        fault = "returned a loss without gradient; it must depend on logprobs, not detached"
+    if fault is not None:
+        raise SurrogateError(f"{function_name(piece)} {fault}")
 
 
 def as_rows(values: Tensor, mask: Tensor, name: str, fill: float = 0.0) -> Tensor:
-    """Values that the function ``name`` returned by row or token, as (B, 1) or (B, T); ``fill`` where masked.
-
-    They are float32 or wider, without gradient. Raises SurrogateError for another shape, NaN or inf.
-    """
+    """Values that the function ``name`` returned, one a row or token, as (B, 1) or (B, T); ``fill`` where masked."""
     rows = len(mask)
     shape = tuple(mask.shape)
     if not isinstance(values, Tensor) or values.shape not in ((rows,), (rows, 1), shape):
@@ -197,11 +196,8 @@ class PSPO(Surrogate):
 class P3O(Surrogate):
     """-(4 / tau) sigmoid(tau (r - 1)) A + kl_coef (r - 1 - log r): SCOPIC (Chen et al. 2023).
 
-    The official code adds kl_coef KL(old || new); r - 1 - log r is its estimator from old samples.
-
-    Args:
-        tau: temperature of the sigmoid; the slope at r = 1 is A for every tau.
-        kl_coef: weight of the KL term.
+    The slope at r = 1 is A for every tau. The official code adds kl_coef KL(old || new); r - 1 - log r is its estimator
+    from old samples.
     """
 
     tau: float = 4.0
@@ -209,7 +205,7 @@ class P3O(Surrogate):
 
     def __post_init__(self) -> None:
         check(0 < self.tau < math.inf, self, "tau must be above 0 and finite", self.tau)
-        check(0 <= self.kl_coef < math.inf, self, "kl_coef must be at least 0 and finite", self.kl_coef)
+        check_at_least_0(self, "kl_coef")
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         log_r = log_ratio(logprobs, old_logprobs, mask)
@@ -226,9 +222,7 @@ class P3O(Surrogate):
 class SAPO(Surrogate):
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg (Gao et al. 2025).
 
-    Args:
-        tau_pos: temperature for positive advantages.
-        tau_neg: temperature for the others; the source advises tau_neg > tau_pos.
+    The source advises tau_neg > tau_pos.
     """
 
     tau_pos: float = 1.0
@@ -248,16 +242,11 @@ class SAPO(Surrogate):
 
 @dataclass(frozen=True)
 class TOPR(Surrogate):
-    """-sg(w) A logprob, w = clip(r, a, b) with (a, b) by the sign of A (Le Roux et al. 2025).
+    """-sg(w) A logprob, w = clip(r, a, b), (a, b) is (a_pos, b_pos) where A > 0, else (a_neg, b_neg) (Le Roux 2025).
 
     The stop-gradient sg makes it REINFORCE with a tapered weight. At level "sequence", the source's, r is the
     ratio of the whole completion: the product over the row's unmasked tokens. With the defaults, positive rows
     weigh 1 and negative ones min(r, 1).
-
-    Args:
-        a_pos, b_pos: bounds of the weight where A > 0.
-        a_neg, b_neg: bounds of the weight where A <= 0.
-        level: "sequence" or "token".
     """
 
     a_pos: float = 1.0

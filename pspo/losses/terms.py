@@ -22,27 +22,16 @@ from pspo.losses.surrogates import SilentHint, check, log_ratio
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a loss at the tokens of B rows.
+    """Inputs of a loss at the tokens of B rows."""
 
-    Attributes:
-        logprobs: (B, T), the policy's, with gradient.
-        old_logprobs: (B, T), what ratios are formed against.
-        advantages: (B, 1) or (B, T).
-        mask: (B, T) bool, the tokens that the loss is about.
-        entropies: (B, T), of the policy's distributions in nats, with gradient.
-        ref_logprobs: (B, T), the reference model's; None without one.
-        sampler_logprobs: (B, T), what the tokens were drawn with; None unless the sampler kept them.
-        step: optimizer steps taken so far.
-    """
-
-    logprobs: Tensor
-    old_logprobs: Tensor
-    advantages: Tensor
-    mask: Tensor
-    entropies: Tensor
-    ref_logprobs: Tensor | None = None
-    sampler_logprobs: Tensor | None = None
-    step: int = 0
+    logprobs: Tensor  # (B, T), the policy's, with gradient
+    old_logprobs: Tensor  # (B, T), what ratios are formed against
+    advantages: Tensor  # (B, 1) or (B, T)
+    mask: Tensor  # (B, T) bool, the tokens that the loss is about
+    entropies: Tensor  # (B, T), of the policy's distributions in nats, with gradient
+    ref_logprobs: Tensor | None = None  # (B, T), the reference model's; None without one
+    sampler_logprobs: Tensor | None = None  # (B, T), what the tokens were drawn with; None unless the sampler kept them
+    step: int = 0  # optimizer steps taken so far
 
 
 class Term(SilentHint, ABC):
@@ -54,12 +43,7 @@ class Term(SilentHint, ABC):
 
 @dataclass(frozen=True)
 class SamplerCorrection(Term):
-    """losses x w, w = old / sampler probability by `correction_weights`: for tokens of another engine or policy.
-
-    Args:
-        mode: of `correction_weights`, or a function of old_logprobs, sampler_logprobs and mask.
-        cap, floor: largest and smallest weight.
-    """
+    """losses x w, w = old / sampler probability by `correction_weights`: for tokens of another engine or policy."""
 
     mode: Correction | Callable
     cap: float = 3.0
@@ -73,12 +57,7 @@ class SamplerCorrection(Term):
 
 @dataclass(frozen=True)
 class KLPenalty(Term):
-    """losses + beta KL(policy || reference), by `kl_estimate`.
-
-    Args:
-        beta: weight of the penalty.
-        estimator: of `kl_estimate`.
-    """
+    """losses + beta KL(policy || reference), by `kl_estimate`."""
 
     beta: float
     estimator: KLEstimator = "k3"
@@ -92,9 +71,6 @@ class SquaredLogRatio(Term):
     """losses + coef log^2 r / 2: k2, to the old policy, which the next steps then stay near to.
 
     With `DPPO` at epsilon 0.2 and ratios to the sampler it is prime-rl's default loss; coef is twice its kl_tau.
-
-    Args:
-        coef: weight of the term.
     """
 
     coef: float
@@ -105,11 +81,7 @@ class SquaredLogRatio(Term):
 
 @dataclass(frozen=True)
 class EntropyBonus(Term):
-    """losses - coef H: keeps the policy from becoming certain too soon.
-
-    Args:
-        coef: weight of the entropy.
-    """
+    """losses - coef H: keeps the policy from becoming certain too soon."""
 
     coef: float
 

@@ -21,9 +21,9 @@ def render_prompts(
 ) -> list[str]:
     """Render prompts, and tools, with the tokenizer's chat template, up to where the assistant begins.
 
-    A text is the user turn after the system prompt, if that is not ""; a chat that has a system turn keeps it, and one
-    that ends in the assistant's turn stays open. Special tokens in texts are broken up. Raises ValueError for a chat
-    that `check_chat` refuses, or if the template fails, as some do on a system turn.
+    A text is the user turn after the system prompt, if that is not ""; a chat that has a system turn keeps it. Special
+    tokens in texts are broken up. Raises ValueError for a chat that `check_chat` refuses, or if the template fails, as
+    some do on a system turn.
     """
     check_unicode(system_prompt, "--data.system_prompt")
     chats = []
@@ -42,14 +42,12 @@ def render_prompts(
         texts = []
         for chat in chats:
             chat = break_special_tokens(special, [join_parts(turn, takes_parts) for turn in chat])
-            is_begun = chat[-1]["role"] == "assistant"
             text = tokenizer.apply_chat_template(
                 chat,
                 chat_template=template,
                 tools=tools,
                 tokenize=False,
-                add_generation_prompt=not is_begun,
-                continue_final_message=is_begun,
+                add_generation_prompt=True,
             )
             texts.append(text)
         return texts

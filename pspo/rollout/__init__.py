@@ -1,8 +1,6 @@
 """From problems to rollouts and advantages."""
 
 from pspo.rollout.advantages import estimate_advantages, gdpo, group_relative_advantages
-from pspo.rollout.experience import Experience, refill
 from pspo.rollout.prompts import Prompts, PromptStream, encode_prompts, load_prompts, prompt_order
-from pspo.rollout.sampler import How, PolicySampler, Sampler, decode_greedily, generate, left_pad, make_rollout
-from pspo.rollout.sampling import make_sampling
-from pspo.rollout.types import Batch, Rollout, Sampling
+from pspo.rollout.sampler import How, PolicySampler, Sampler, generate, left_pad, make_rollout, make_sampling
+from pspo.rollout.types import Batch, Experience, Rollout, Sampling

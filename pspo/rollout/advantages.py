@@ -19,7 +19,7 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.config import Advantages
 from pspo.losses.surrogates import as_rows, function_name
-from pspo.rollout.experience import Experience
+from pspo.rollout.types import Experience
 from pspo.tasks import Problem
 
 

@@ -79,14 +79,11 @@ def decode(
 
 
 class Prefill(NamedTuple):
-    """Result of a pass over N prompts (N, P).
+    """Result of a pass over N prompts (N, P)."""
 
-    Logits (N, V) of the next token, last positions (N, 1), the mask (N, P) of the columns with keys and values, these.
-    """
-
-    logits: Tensor
-    positions: Tensor
-    mask: Tensor
+    logits: Tensor  # (N, V), of the next token
+    positions: Tensor  # (N, 1), the last ones
+    mask: Tensor  # (N, P), of the columns with keys and values
     cache: DynamicCache
 
 
@@ -159,11 +156,8 @@ def drop_finished_rows(state: DecodeState) -> None:
     """Take the rows that have ended out of the batch and the cache."""
     stay = (~state.ended).nonzero().squeeze(1)
     state.cache.batch_select_indices(stay)
-    state.live = state.live[stay]
-    state.ended = state.ended[stay]
-    state.tokens = state.tokens[stay]
-    state.positions = state.positions[stay]
-    state.attention_mask = state.attention_mask[stay]
+    for name in ("live", "ended", "tokens", "positions", "attention_mask"):
+        setattr(state, name, getattr(state, name)[stay])
 
 
 class BufferedLayer(DynamicLayer):

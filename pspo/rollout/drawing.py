@@ -1,16 +1,102 @@
-"""Drawing a token: scores at the temperature, the nucleus, and a draw from it; the nuclei are recorded on request."""
+"""The random numbers of a run, and drawing a token: scores at the temperature, the nucleus, and a draw from it."""
 
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from pspo import distributed as dist
 from pspo.rollout.types import Nucleus, Sampling
 
 MAX_TRIES = 32  # of sampling by rejection: at top_p 0.5 one row in 4e9 needs more
 RACE_MISS = 1e-12  # probability of a draw that `sample_race` may get wrong
+
+
+def torch_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's global generators: the CPU's, and this GPU's."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def set_torch_states(states: list[Tensor], device: torch.device) -> None:
+    """Set them; a GPU's state is left out where there is none."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1 and device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+class Generators:
+    """The sampling's own states of torch's generators; `random_numbers` puts them into the global ones.
+
+    Python's, numpy's and torch's global generators are left to users' code: what a reward, an environment or a loss
+    draws from them, or seeds, changes no completion. Making one seeds all. Its state holds both, on this rank.
+    """
+
+    per_rank = True
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device = device
+        self.max_rows = math.inf  # decoded at a time once memory has run out; what is drawn depends on it, too
+        self.seed(seed)
+
+    def seed(self, seed: int, steps: int = 0) -> None:
+        """Seed all, differently on every rank and after every number of steps.
+
+        On rank 0 at step 0 the seed of sampling is the run's own, as in a single process.
+        """
+        mixed = [np.random.SeedSequence((seed, dist.rank(), steps, i)).generate_state(1)[0] for i in (0, 1)]
+        is_first = dist.rank() == 0 and steps == 0
+        torch.manual_seed(seed if is_first else int(mixed[0]))
+        self.states = torch_states(self.device)
+        random.seed(int(mixed[1]))
+        np.random.seed(mixed[1])  # noqa: NPY002
+        torch.manual_seed(int(mixed[1]))
+
+    def state_dict(self) -> dict[str, Any]:
+        kind, keys, *position = np.random.get_state()  # noqa: NPY002 (users' code may draw from it)
+        return {
+            "python": random.getstate(),
+            "numpy": [kind, keys.tolist(), *position],
+            "torch": torch_states(self.device),
+            "sampling": self.states,
+            "max_rows": self.max_rows,
+        }
+
+    def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any] | None:
+        """A parent's states, unless the seed is another, without the limit that its memory set."""
+        return None if "run.seed" in changes else state | {"max_rows": math.inf}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        kind, keys, *position = state["numpy"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *position))  # noqa: NPY002
+        set_torch_states(state["torch"], self.device)
+        self.states = state["sampling"]
+        self.max_rows = state["max_rows"]
+
+
+@contextmanager
+def random_numbers(generators: Generators | None) -> Iterator[None]:
+    """Give torch's global generators these states for a `with` block, and keep what they become; nothing for None."""
+    if generators is None:
+        yield
+        return
+    device = generators.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        set_torch_states(generators.states, device)
+        try:
+            yield
+        finally:
+            generators.states = torch_states(device)
 
 
 def score_tokens(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -28,11 +114,10 @@ def draw_tokens(scores: Tensor, temperature: float, top_p: float) -> Tensor:
 
 
 def sample_nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """Draw one token a row from its nucleus: the tokens with less than top_p of the mass strictly above them.
+    """Draw one token (b,) a row from its nucleus: the tokens with less than top_p of the mass strictly above them.
 
-    Takes probabilities (b, V) float32, after temperature; returns tokens (b,) int64. Equally likely tokens at the
-    nucleus' edge all belong to it; the library keeps an arbitrary few of them. On a CPU a token outside the nucleus is
-    drawn again; where that fails `MAX_TRIES` times, and on a GPU, `sample_race` draws.
+    Takes probabilities (b, V) float32, after temperature. Equally likely tokens at the nucleus' edge all belong to it.
+    On a CPU a token outside is drawn again; where that fails `MAX_TRIES` times, and on a GPU, `sample_race` draws.
     """
     if probs.is_cuda:  # rejection would make the CPU wait for the GPU
         return sample_race(probs, top_p)
@@ -59,10 +144,9 @@ def sample_nucleus(probs: Tensor, top_p: float) -> Tensor:
 def sample_race(probs: Tensor, top_p: float) -> Tensor:
     """`sample_nucleus` in a fixed number of operations, without a wait for a GPU: a CUDA graph can hold them.
 
-    Tokens arrive at exponential times, at the rates ``probs``. Of any set of tokens the first to arrive is a draw from
-    that set, so the first inside the nucleus is the token. It is looked for among the first k to arrive, which are all
-    outside with a probability below `RACE_MISS`, and the likeliest token, which is inside. A bisection of these
-    candidates by their probability finds the least likely one inside.
+    Tokens arrive at exponential times, at the rates ``probs``. Of any set the first to arrive is a draw from that set,
+    so the first inside the nucleus is the token. It is looked for among the first k to arrive, which are all outside
+    with a probability below `RACE_MISS`, and the likeliest token; a bisection finds the least likely one inside.
     """
     race = probs / torch.empty_like(probs).exponential_()
     if top_p >= 1:
@@ -82,19 +166,13 @@ def sample_race(probs: Tensor, top_p: float) -> Tensor:
 
 
 def in_nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """The nucleus that `sample_nucleus` draws from, (b, V) bool, of probabilities (b, V) float32, which are not sorted.
-
-    Float32 numbers in [0, 1] sort like their bits, of which 30 can be set. A bisection over these finds the largest
-    number with at least top_p of the mass strictly above it; the nucleus is everything larger.
-    """
+    """The nucleus that `sample_nucleus` draws from, (b, V) bool, of probabilities (b, V) float32."""
     if top_p >= 1:
         return probs > 0
-    bits = torch.zeros_like(probs[:, :1], dtype=torch.int32)
-    for bit in reversed(range(30)):
-        higher = bits + (1 << bit)
-        above = (probs * (probs > higher.view(torch.float32))).sum(dim=1, keepdim=True)
-        bits = higher.where(above >= top_p, bits)
-    return probs >= (bits + 1).view(torch.float32)
+    ordered = probs.sort(dim=1, descending=True).values
+    above = ordered.cumsum(dim=1, dtype=torch.float64) - ordered  # of equally likely tokens right at the first
+    least = ordered.masked_fill(above >= top_p, torch.inf).amin(dim=1, keepdim=True)
+    return probs >= least
 
 
 class NucleusRecorder:

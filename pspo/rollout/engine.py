@@ -13,7 +13,7 @@ from torch import Tensor
 from pspo.config import TrainConfig
 from pspo.errors import EngineError
 from pspo.model import autocast
-from pspo.rollout.generators import random_numbers
+from pspo.rollout.drawing import random_numbers
 from pspo.rollout.prompts import Prompts, completion_columns
 from pspo.rollout.sampler import How, PolicySampler, left_pad, make_rollout
 from pspo.rollout.types import Completions, Rollout, Sampling
@@ -21,10 +21,9 @@ from pspo.tasks.environment import load_class
 
 
 class Engine(Protocol):
-    """Draws completions with weights of its own: token ids go in, token ids and their log-probs come out.
+    """Draws completions with weights of its own; made with the arguments of --rollout.engine, checked, and started.
 
-    It is made with the arguments of --rollout.engine, checked, and started once the policy is loaded. What fails later
-    raises EngineError.
+    What fails later raises EngineError.
     """
 
     tolerance: float  # nats by which its log-probs may differ from the policy's on average
@@ -71,10 +70,6 @@ class EngineSampler:
             self.engine.begin(prompts.ids, how.sampling, group_size)
         self.asked = (prompts, group_size, how)
 
-    @property
-    def is_drawing(self) -> bool:
-        return self.asked is not None
-
     def complete(self) -> Rollout:
         """The rollout that `begin` has begun."""
         prompts, group_size, how = self.asked
@@ -83,15 +78,12 @@ class EngineSampler:
             ids, logprobs = self.engine.complete(prompts.ids, how.sampling, group_size)
         prompt_ids, prompt_mask = left_pad(prompts.ids, how.sampling.pad_id)
         completions = Completions(ids, logprobs)
-        rollout = make_rollout(self.by_model.tokenizer, prompt_ids, prompt_mask, completions, how.sampling)
-        return prompts.continued(rollout) if prompts.beginnings else rollout
+        return make_rollout(self.by_model.tokenizer, prompt_ids, prompt_mask, completions, how.sampling)
 
 
 def find_engine(spec: dict[str, Any]) -> Engine:
     """Make the engine of --rollout.engine; raises ValueError if there is none, or it cannot work here."""
     engine = load_class(spec, "rollout.engine")()
-    if not hasattr(engine, "check"):
-        raise ValueError(f"--rollout.engine {spec} has no check: pspo.rollout.engine.Engine says what it needs")
     engine.check()
     return engine
 
@@ -126,10 +118,8 @@ def start_engine(
         expected = rollout.logprobs(learner.policy, short.temperature).cpu()
     error = (rollout.sampler_logprobs - expected)[rollout.completion_mask].abs().mean().item()
     if not error <= engine.tolerance:
-        raise ValueError(
-            f"--rollout.engine {name}: its log-probs differ from the policy's by {error:.2g} nats on average: "
-            "they are not of one model. Leave --rollout.engine out for this model"
-        )
+        fact = f"its log-probs differ from the policy's by {error:.2g} nats on average: they are not of one model"
+        raise ValueError(f"--rollout.engine {name}: {fact}. Leave --rollout.engine out for this model")
     if not config.run.quiet:
         print(f"engine  {name}: log-probs are the policy's within {error:.1g} nats on average")
     return sampler

@@ -1,10 +1,9 @@
 """Decoder "graphs": the decoding loop for a GPU, a whole step of which is one CUDA graph.
 
-A step is a forward pass, a token drawn for each row, its log-prob, and which rows have ended. Shapes and addresses
-never change: keys and values are written at a column that is a tensor, and the attention mask hides the columns that
-are not written yet. Every 16 tokens the CPU asks how many rows are left. Once half of the rows can hold them, they move
-to the front, and a graph of half as many rows decodes on. Buffers and graphs are kept for the next rollout. A smaller
-rollout takes the beginning of each buffer, in its own shapes: what it draws does not depend on earlier rollouts.
+Shapes and addresses never change: keys and values are written at a column that is a tensor, and the attention mask
+hides the columns that are not written yet. Every 16 tokens the CPU asks how many rows are left. Once half of the rows
+can hold them, they move to the front, and a graph of half as many rows decodes on. Buffers and graphs are kept for the
+next rollout. A smaller one takes the beginning of each buffer: what it draws does not depend on earlier rollouts.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from transformers.cache_utils import DynamicLayer
 
 from pspo.model import to_device
 from pspo.rollout.decode import GPU_CHECK_EVERY, Prefill, cache_dtype, next_logits, prefill
-from pspo.rollout.drawing import draw_tokens, score_tokens
-from pspo.rollout.generators import set_torch_states, torch_states
+from pspo.rollout.drawing import draw_tokens, score_tokens, set_torch_states, torch_states
 from pspo.rollout.types import Completions, Sampling
 
 MIN_ROWS = 8  # of a graph: fewer are hardly faster
@@ -139,16 +137,13 @@ class GraphDecoder:
         if not torch.is_autocast_enabled(device_type):
             return
         dtype = torch.get_autocast_dtype(device_type)
-        for name, module in model.named_modules():
-            if not isinstance(module, nn.Linear):
+        linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        for key, weight in [pair for name, linear in linears for pair in linear.named_parameters(name, recurse=False)]:
+            if weight.dtype == dtype:
                 continue
-            for key, weight in module.named_parameters(prefix=name, recurse=False):
-                if weight.dtype == dtype:
-                    continue
-                if key in self.weights:
-                    self.weights[key].copy_(weight)
-                else:
-                    self.weights[key] = weight.detach().to(dtype)
+            if key not in self.weights:
+                self.weights[key] = torch.empty_like(weight, dtype=dtype, requires_grad=False)
+            self.weights[key].copy_(weight)
 
     def shrink(self, n: int, live: int) -> int:
         """Halve the n rows while half as many hold the live ones, and move those to the front; returns their number."""
@@ -170,7 +165,7 @@ class GraphDecoder:
         self.ended[:n] |= to_device(has_stop, self.ended.device)[self.rows[:n]]
 
     def advance(self, model: PreTrainedModel, n: int, sampling: Sampling) -> None:
-        """A token more for the first n rows; on a GPU by a graph, on a CPU by the step itself."""
+        """A token more for the first n rows: by a graph, on a CPU by the step itself."""
         if self.tokens.device.type != "cuda":
             self.step(model, n, sampling)
             return

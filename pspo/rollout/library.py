@@ -16,38 +16,15 @@ def generate_by_library(
     stop_strings: StopStringCriteria | None,
     group_size: int,
 ) -> Completions:
-    """Complete each of the left-padded prompts (N, P) ``group_size`` times.
-
-    The model is in evaluation mode meanwhile, as a KV cache needs it, and its generation config is hidden: unset
-    fields would be filled from it.
-    """
+    """Complete each of the left-padded prompts (N, P) ``group_size`` times, without the model's generation config."""
     prompt_ids = prompt_ids.to(model.device).repeat_interleave(group_size, dim=0)
     prompt_mask = prompt_mask.long().to(model.device).repeat_interleave(group_size, dim=0)
     width = prompt_ids.shape[1]
     criteria = StoppingCriteriaList()
     if stop_strings is not None:
         criteria.append(lambda ids, scores: stop_strings(ids[:, width:], scores))
-    hidden_config = model.generation_config
-    training = model.training
-    model.generation_config = GenerationConfig()
-    model.eval()
-    try:
-        rows = model.generate(
-            prompt_ids,
-            attention_mask=prompt_mask,
-            generation_config=generation_config(sampling),
-            stopping_criteria=criteria,
-        )
-    finally:
-        model.train(training)
-        model.generation_config = hidden_config
-    return Completions(rows[:, width:])
-
-
-def generation_config(sampling: Sampling) -> GenerationConfig:
-    """`Sampling` in transformers' terms."""
     greedy = sampling.temperature == 0
-    return GenerationConfig(
+    config = GenerationConfig(
         do_sample=not greedy,
         temperature=1.0 if greedy else sampling.temperature,
         top_p=1.0 if greedy else sampling.top_p,
@@ -60,3 +37,15 @@ def generation_config(sampling: Sampling) -> GenerationConfig:
         pad_token_id=sampling.pad_id,
         use_cache=True,
     )
+    hidden_config = model.generation_config
+    training = model.training
+    model.generation_config = GenerationConfig()  # unset fields would be filled from its own
+    model.eval()  # as a KV cache needs it
+    try:
+        rows = model.generate(
+            prompt_ids, attention_mask=prompt_mask, generation_config=config, stopping_criteria=criteria
+        )
+    finally:
+        model.train(training)
+        model.generation_config = hidden_config
+    return Completions(rows[:, width:])

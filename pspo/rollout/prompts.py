@@ -3,9 +3,8 @@
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any
 
@@ -16,42 +15,29 @@ from pspo import distributed as dist
 from pspo.config import DataConfig, TrainConfig
 from pspo.model.chat import encode, render_prompts, special_pattern
 from pspo.model.find import check_token_ids, load_model_config, room_for_prompts
-from pspo.rollout.types import Rollout
 from pspo.tasks import Problem, check_rewards, load_problems
 from pspo.tasks.environment import MakeEnvironment, make_prompts
-from pspo.tasks.problem import SYSTEM_PROMPT, Messages, content_text
+from pspo.tasks.problem import SYSTEM_PROMPT, Messages
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Problems and their encoded prompts.
-
-    Attributes:
-        beginnings: of the answers that prompts end with; [] if none does.
-        texts: an environment's prompts, as texts or chats; [] where they are the problems'.
-    """
+    """Problems and their encoded prompts."""
 
     problems: list[Problem]
     ids: list[list[int]]
-    beginnings: list[str] = field(default_factory=list)
-    texts: list[str | Messages] = field(default_factory=list)
+    texts: list[str | Messages] = field(default_factory=list)  # an environment's; [] where they are the problems'
 
     def __len__(self) -> int:
         return len(self.problems)
 
     def take(self, indices: Sequence[int]) -> "Prompts":
-        columns = (self.problems, self.ids, self.beginnings, self.texts)
-        return Prompts(*([column[i] for i in indices] if column else [] for column in columns))
+        texts = [self.texts[i] for i in indices] if self.texts else []
+        return Prompts([self.problems[i] for i in indices], [self.ids[i] for i in indices], texts)
 
     def record(self, i: int) -> dict[str, Any]:
         """`Problem.record`, with the prompt that the model sees."""
         return self.problems[i].record() | ({"prompt": self.texts[i]} if self.texts else {})
-
-    def continued(self, rollout: Rollout) -> Rollout:
-        """A rollout whose texts begin as its prompts' answers did; `completion_texts` has added a last `<think>`."""
-        group_size = len(rollout) // len(self)
-        starts = [re.sub(r"<think>\s*$", "", text) for text in self.beginnings for _ in range(group_size)]
-        return replace(rollout, texts=[start + text for start, text in zip(starts, rollout.texts, strict=True)])
 
     def fingerprint(self) -> str:
         """SHA-256 of the prompts, and of the problems' answers, kinds and other fields."""
@@ -72,8 +58,8 @@ def load_prompts(
 ) -> Prompts:
     """Load one split and render its prompts; those over --data.max_prompt_tokens or over ``room`` are dropped.
 
-    Prints how many were, and in how many special tokens are broken. ``limit`` replaces --data.limit; an environment
-    makes the prompts of the problems. Raises ValueError if none is left, or the split does not exist.
+    ``limit`` replaces --data.limit; an environment makes the prompts of the problems. Raises ValueError if none is
+    left, or the split does not exist.
     """
     problems = load_problems(
         config.name,
@@ -86,10 +72,9 @@ def load_prompts(
         hub=config.hub,
         holdout=config.holdout or 0.0,
     )
-    if make_environment is None:
-        prompts = [problem.prompt for problem in problems]
-        tools = None
-    else:
+    prompts = [problem.prompt for problem in problems]
+    tools = None
+    if make_environment is not None:
         prompts, tools = make_prompts(make_environment, problems)
     texts = render_prompts(tokenizer, prompts, config.system_text, tools)
     if tools:
@@ -101,27 +86,15 @@ def load_prompts(
     longest = min(config.max_prompt_tokens, room)
     fits = [i for i in range(len(ids)) if len(ids[i]) <= longest]
     if not fits:
-        raise ValueError(
-            f"all {len(texts)} {split} prompts of {config.name} are longer than {longest} tokens: raise "
-            "--data.max_prompt_tokens, or lower max_completion_tokens if the model's positions are the limit"
-        )
-    if len(fits) < len(texts):
-        too_long = len(texts) - len(fits)
+        fix = "raise --data.max_prompt_tokens, or lower max_completion_tokens if the model's positions are the limit"
+        raise ValueError(f"all {len(texts)} {split} prompts of {config.name} are longer than {longest} tokens: {fix}")
+    if too_long := len(texts) - len(fits):
         print(f"{config.name} {split}: dropped {too_long:,} of {len(texts):,} prompts over {longest} tokens")
     special = special_pattern(tokenizer)
     broken = sum(special.search(json.dumps(prompts[i], ensure_ascii=False, default=str)) is not None for i in fits)
     if broken:
         print(f"{config.name} {split}: special tokens in {broken:,} of {len(fits):,} prompts are broken by a blank")
-    beginnings = []
-    for prompt in prompts:
-        is_begun = isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
-        beginnings.append(content_text(prompt[-1]) if is_begun else "")
-    loaded = Prompts(problems, ids, beginnings, [] if make_environment is None else prompts).take(fits)
-    begun = sum(map(bool, loaded.beginnings))
-    if not begun:
-        return replace(loaded, beginnings=[])
-    print(f"{config.name} {split}: {begun:,} of {len(fits):,} prompts end in a turn of the assistant to continue")
-    return loaded
+    return Prompts(problems, ids, [] if make_environment is None else prompts).take(fits)
 
 
 def completion_columns(max_completion_tokens: int, has_environment: bool) -> int:
@@ -152,7 +125,6 @@ def load_splits(
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | Messages], system_prompt: str = SYSTEM_PROMPT
 ) -> list[list[int]]:
-    """Render and encode prompts, see `render_prompts`."""
     return encode(tokenizer, render_prompts(tokenizer, prompts, system_prompt))
 
 
@@ -163,11 +135,7 @@ def prompt_order(n: int, seed: int, first_epoch: int = 0) -> Iterator[int]:
 
 
 class PromptStream:
-    """The training prompts in the order in which a run draws them: endless passes, each in a new order of --run.seed.
-
-    Attributes:
-        position: prompts drawn so far, all ranks' together.
-    """
+    """The training prompts in the order in which a run draws them; ``position`` counts those drawn by all ranks."""
 
     def __init__(self, prompts: Prompts, config: TrainConfig) -> None:
         self.prompts = prompts

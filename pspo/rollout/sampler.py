@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,11 +12,21 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
 from pspo import distributed as dist
-from pspo.model import autocast, is_out_of_memory
+from pspo.config import AlgorithmConfig, Decoder, RolloutConfig
+from pspo.model import (
+    autocast,
+    default_max_rows,
+    is_out_of_memory,
+    pad_token_id,
+    stop_token_ids,
+    takes_visible_columns,
+)
 from pspo.model.chat import completion_texts
 from pspo.model.exactness import check_exactness
+from pspo.model.find import token_ids
+from pspo.model.shared_prompts import has_plain_cache
 from pspo.rollout.decode import decode
-from pspo.rollout.generators import Generators, random_numbers, set_torch_states, torch_states
+from pspo.rollout.drawing import Generators, random_numbers, set_torch_states, torch_states
 from pspo.rollout.graphs import decode_by_graphs
 from pspo.rollout.library import generate_by_library
 from pspo.rollout.prompts import Prompts
@@ -29,17 +38,11 @@ DECODERS = {"pspo": decode, "graphs": decode_by_graphs, "hf": generate_by_librar
 
 @dataclass(frozen=True)
 class How:
-    """How a rollout is drawn.
+    """How a rollout is drawn."""
 
-    Attributes:
-        sampling: the distribution, greedy at temperature 0, and where completions end.
-        model: draws; None for a run's engine.
-        generators: whose random numbers; None for torch's global ones, which an evaluation seeds.
-    """
-
-    sampling: Sampling
-    model: PreTrainedModel | None = None
-    generators: Generators | None = None
+    sampling: Sampling  # greedy at temperature 0
+    model: PreTrainedModel | None = None  # draws; None for a run's engine
+    generators: Generators | None = None  # its random numbers; None for torch's global ones, seeded
 
 
 class Sampler(Protocol):
@@ -51,16 +54,12 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class PolicySampler:
-    """Draws by a model, with `generate`.
-
-    Attributes:
-        autocast_mode: --model.autocast of forward passes.
-        signals: one that asks the run to stop ends a drawing at once.
-    """
+    """Draws by a model, with `generate`."""
 
     tokenizer: PreTrainedTokenizerBase
-    autocast_mode: str = "none"
-    signals: StopSignals = field(default_factory=StopSignals)
+    autocast_mode: str = "none"  # --model.autocast of forward passes
+    signals: StopSignals = field(default_factory=StopSignals)  # one that asks the run to stop ends a drawing at once
+    memory: Generators | None = None  # keeps how many rows fit once memory has run out
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
         with random_numbers(how.generators), autocast(self.autocast_mode, how.model.device):
@@ -68,8 +67,7 @@ class PolicySampler:
             try:
                 if self.signals.error is not None:
                     raise self.signals.error
-                rollout = generate(how.model, self.tokenizer, prompts.ids, how.sampling, group_size, how.generators)
-                return prompts.continued(rollout) if prompts.beginnings else rollout
+                return generate(how.model, self.tokenizer, prompts.ids, how.sampling, group_size, self.memory)
             finally:
                 self.signals.is_drawing = False
 
@@ -81,16 +79,16 @@ def generate(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     group_size: int = 1,
-    generators: Generators | None = None,
+    memory: Generators | None = None,
 ) -> Rollout:
     """Draw ``group_size`` completions of each encoded prompt with torch's global generators.
 
     At most `Sampling.max_rows` rows are decoded at a time. If memory runs out, all are drawn again by half as many at a
-    time; a run's ``generators`` keep that number for later draws.
+    time; ``memory`` keeps that number for later draws.
     """
     complete = DECODERS[sampling.decoder]
     stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
-    max_rows = sampling.max_rows if generators is None else min(sampling.max_rows, generators.max_rows)
+    max_rows = sampling.max_rows if memory is None else min(sampling.max_rows, memory.max_rows)
     states = torch_states(model.device)
     while True:
         if max_rows < group_size:  # then each row computes its prompt itself
@@ -109,8 +107,8 @@ def generate(
                 raise
         parts.clear()  # outside the except block, whose error holds the tensors of the failed pass
         max_rows = at_a_time * group_size // 2
-        if generators is not None:
-            generators.max_rows = max_rows
+        if memory is not None:
+            memory.max_rows = max_rows
         set_torch_states(states, model.device)
         warnings.warn(f"out of memory: drawing as with --rollout.max_rows {max_rows}", stacklevel=1)
 
@@ -155,20 +153,80 @@ def make_rollout(
     return Rollout(prompt_ids, prompt_mask, ids, mask, terminated, texts, logprobs, nucleus)
 
 
-def decode_greedily(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-    prompts: Sequence[Sequence[int]],
-) -> list[list[int]]:
-    """The first four tokens of two greedy completions of each prompt, whatever would end them."""
-    greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)
-    return generate(model, tokenizer, prompts, greedy, group_size=2).completion_ids.tolist()
-
-
 def check_decoding(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, prompts: Prompts, autocast_mode: str
 ) -> None:
     """Raise ValueError for a model that `check_exactness` refuses, tried on a few prompts."""
+    greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)  # whatever ends them
+
+    def decode_greedily(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        return generate(model, tokenizer, prompts, greedy, group_size=2).completion_ids.tolist()
+
     with dist.unsharded(model):
-        check_exactness(model, prompts.ids, partial(decode_greedily, model, tokenizer, sampling), autocast_mode)
+        check_exactness(model, prompts.ids, decode_greedily, autocast_mode)
+
+
+def make_sampling(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    config: RolloutConfig,
+    algorithm: AlgorithmConfig | None = None,
+    logprobs: bool = False,
+) -> Sampling:
+    """Sampling as --rollout says, with the model's own padding, and its stop tokens unless they are named.
+
+    Log-probs are recorded on request or where ``algorithm`` corrects by them, nuclei where it replays them. Raises
+    ValueError if the decoder does not support the model.
+    """
+    algorithm = algorithm or AlgorithmConfig()
+    nucleus = algorithm.nucleus == "replay"
+    logprobs = logprobs or algorithm.effective_correction != "none"
+    is_recorded = logprobs and config.engine is None  # an engine brings its own
+    decoder = find_decoder(model, config.decoder, is_recorded, nucleus)
+    names = config.stop_tokens
+    return Sampling(
+        stop_ids=stop_token_ids(model, tokenizer) if names is None else token_ids(tokenizer, names),
+        pad_id=pad_token_id(model, tokenizer),
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_completion_tokens=config.max_completion_tokens,
+        stop_strings=config.stop_strings,
+        max_rows=config.max_rows or default_max_rows(model.device),
+        decoder=decoder,
+        logprobs=logprobs,
+        nucleus=nucleus,
+    )
+
+
+def find_decoder(model: PreTrainedModel, decoder: Decoder, logprobs: bool, nucleus: bool) -> Decoder:
+    """The decoder that --rollout.decoder asks for; "auto": the first of graphs (on a GPU), pspo and hf that can draw.
+
+    Says in one line why auto takes a slower one. Raises ValueError if the decoder cannot draw from the model.
+    """
+    no_plain_cache = None if has_plain_cache(model) else f"it does not support {type(model).__name__}'s cache"
+    faults = {
+        "graphs": no_plain_cache or fault_for_graphs(model, nucleus),
+        "pspo": no_plain_cache,
+        "hf": "it records no log-probs (--algorithm.correction) and no nucleus" if logprobs or nucleus else None,
+    }
+    wanted = [decoder]
+    if decoder == "auto":
+        wanted = ["graphs", "pspo", "hf"] if model.device.type == "cuda" else ["pspo", "hf"]
+    fault = faults[wanted[0]]
+    for name in wanted:
+        if faults[name] is None:
+            if fault:
+                print(f"decoder  {name}: {fault}")
+            return name
+    fix = "choose auto" if decoder != "auto" else f"nor does hf do: {faults['hf']}"
+    raise ValueError(f"--rollout.decoder {decoder}: {fault}; {fix}")
+
+
+def fault_for_graphs(model: PreTrainedModel, nucleus: bool) -> str | None:
+    """The reason why CUDA graphs cannot draw from the model; None if they can."""
+    if not takes_visible_columns(model):
+        return "graphs need sdpa attention, and full attention in every layer"
+    if dist.is_sharded(model):
+        return "graphs need weights that stay where they are, not fsdp2's"
+    return "graphs record no nucleus (--algorithm.nucleus replay)" if nucleus else None

@@ -10,7 +10,7 @@
 import sys
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,47 +18,32 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from pspo import distributed as dist
-from pspo.config import TrainConfig, switches_with
+from pspo.config import AlgorithmConfig, TrainConfig, switches_with
 from pspo.errors import RewardError
 from pspo.rollout.advantages import estimate_advantages, group_relative_advantages
 from pspo.rollout.engine import EngineSampler
-from pspo.rollout.experience import Experience, refill
 from pspo.rollout.prompts import Prompts, PromptStream
 from pspo.rollout.sampler import How, Sampler
-from pspo.rollout.types import Rollout
+from pspo.rollout.types import Experience, Rollout, join
 from pspo.tasks.failures import show_failures
 
 
 @dataclass
 class Now:
-    """Draws and scores rollouts of the next prompts.
-
-    Attributes:
-        learner: of which scoring takes the optimizer steps taken, and advantages the reference model.
-        phase: a context that times "generate", "reward" or "train", and ends all ranks together.
-        keep_logprobs: gives a rollout those of the policy that drew it; called where `Lagged` needs them.
-        drawn_logprobs: those of a rollout by a model.
-        failures: of each reward that has failed, the first one in one line.
-    """
+    """Draws and scores rollouts of the next prompts."""
 
     config: TrainConfig
     stream: PromptStream
     sampler: Sampler
     how: How
-    learner: Any
-    phase: Callable[[str], AbstractContextManager[None]]
-    keep_logprobs: Callable[[Rollout, Tensor], Rollout]
-    drawn_logprobs: Callable[[Rollout, PreTrainedModel], Tensor]
-    failures: dict[str, str]
+    learner: Any  # with the optimizer steps taken, and the reference model
+    phase: Callable[[str], AbstractContextManager[None]]  # times "generate" or "reward"; all ranks end together
+    logprobs: Callable[..., Tensor]  # (B, T) of a rollout's rows that would be trained on: (rollout, advantages, model)
+    failures: dict[str, str]  # of each reward that has failed, the first one in one line
 
     def next(self) -> Experience:
-        """The experience to train on next."""
-        return self.draw()
-
-    def draw(self) -> Experience:
         """Draw a rollout of the next prompts, score it, and replace groups without signal, --rollout.resample times."""
         config = self.config
         experience = self.draw_groups(config.rollout.prompts)
@@ -69,29 +54,26 @@ class Now:
             fresh = self.draw_groups(missing * dist.world_size())
             experience = self.add_advantages(refill(experience, fresh, config.algorithm))
         if config.reward.on_error == "none":
-            self.check_rewards_known(experience)
+            with self.phase("reward"):
+                is_unknown = all(dist.gather_objects(bool(experience.rewards.isnan().all())))
+                if is_unknown and experience.reward_failed:
+                    raise RewardError(f"every completion of this rollout is without a reward: {self.failures}")
         return experience
 
     def draw_groups(self, n: int) -> Experience:
         """Draw a group for each of the next n prompts, all ranks' together, and score them."""
         indices, prompts = self.stream.next(n)
-        with self.phase("generate"), dist.unsharded(self.how.model):
+        gathered = dist.unsharded(self.how.model) if self.learner.is_sharded else nullcontext()
+        with self.phase("generate"), gathered:
             rollout = self.draw_rollout(prompts)
-        return self.score(indices, rollout)
-
-    def draw_rollout(self, prompts: Prompts) -> Rollout:
-        return self.sampler.draw(prompts, self.config.rollout.group_size, self.how)
-
-    def score(self, prompt_indices: list[int], rollout: Rollout) -> Experience:
-        """Rewards of a rollout of these prompts, NaN where unknown (--reward.on_error none), and its advantages."""
-        limit = self.config.rollout.max_completion_tokens
         with self.phase("reward"):
-            problems = self.stream.problems(prompt_indices)
+            problems = self.stream.problems(indices)
+            limit = self.config.rollout.max_completion_tokens
             scores = rollout.score(problems, self.config.reward, self.learner.steps, limit)
         if scores.failures:
             show_failures(scores.failures, self.failures)
         experience = Experience(
-            prompt_indices=prompt_indices,
+            prompt_indices=indices,
             rollout=rollout,
             rewards=torch.tensor(scores.totals, dtype=torch.float64),  # (B,)
             rewards_by_name=scores.by_function,
@@ -100,12 +82,8 @@ class Now:
         )
         return self.add_advantages(experience)
 
-    def check_rewards_known(self, experience: Experience) -> None:
-        """Raise RewardError if none of a rollout's completions, all ranks', has a reward, because functions failed."""
-        with self.phase("reward"):
-            is_unknown = all(dist.gather_objects(bool(experience.rewards.isnan().all())))
-            if is_unknown and experience.reward_failed:
-                raise RewardError(f"every completion of this rollout is without a reward: {self.failures}")
+    def draw_rollout(self, prompts: Prompts) -> Rollout:
+        return self.sampler.draw(prompts, self.config.rollout.group_size, self.how)
 
     def add_advantages(self, experience: Experience) -> Experience:
         """The experience with advantages, (B,) or (B, T), by --algorithm.advantages."""
@@ -113,26 +91,63 @@ class Now:
         group_size = self.config.rollout.group_size
         with self.phase("reward"):
             if callable(estimator) or estimator == "gdpo":
-                problems = self.stream.problems(experience.prompt_indices)
-                weights = self.config.reward.weights
-                with self.learner.reference_model() as reference:
-                    computed = {}
-                    if reference is not None:
-                        logprobs = partial(self.drawn_logprobs, experience.rollout, reference)
-                        computed = {"reference": lambda: reference, "reference_logprobs": logprobs}
-                    advantages = estimate_advantages(experience, estimator, group_size, problems, weights, computed)
+                advantages = self.estimate_advantages(experience)
             else:
                 advantages = group_relative_advantages(experience.rewards.float(), group_size, estimator)
         return replace(experience, advantages=advantages)
 
+    def estimate_advantages(self, experience: Experience) -> Tensor:
+        """Advantages by "gdpo" or a function of the user's, which may ask for the reference and its log-probs."""
+        config = self.config
+        problems = self.stream.problems(experience.prompt_indices)
+        ones = torch.ones(len(problems))
+        with self.learner.reference_model() as reference:
+            computed = {}
+            if reference is not None:
+                logprobs = partial(self.logprobs, experience.rollout, ones, reference)
+                computed = {"reference": lambda: reference, "reference_logprobs": logprobs}
+            settings = (config.algorithm.advantages, config.rollout.group_size, problems, config.reward.weights)
+            return estimate_advantages(experience, *settings, computed)
+
+
+def refill(experience: Experience, fresh: Experience, algorithm: AlgorithmConfig) -> Experience:
+    """Replace groups without signal by those of ``fresh`` that have one, until none is left.
+
+    The advantages are left out: some estimators need all rows.
+    """
+    n_groups = len(experience.prompt_indices)
+    group_size = len(experience.rewards) // n_groups
+    has_signal = experience.has_signal(algorithm) + fresh.has_signal(algorithm)
+    spare = [group for group in range(n_groups, len(has_signal)) if has_signal[group]]
+    groups = [spare.pop(0) if spare and not has_signal[group] else group for group in range(n_groups)]
+    prompt_indices = experience.prompt_indices + fresh.prompt_indices
+    rows = [group * group_size + i for group in groups for i in range(group_size)]
+    indices = torch.tensor(rows)
+
+    def select(values: dict[str, list], fresh_values: dict[str, list]) -> dict[str, list]:
+        """The rows' values by name, None where there is none."""
+        selected = {}
+        for name in dict.fromkeys([*values, *fresh_values]):
+            first = values.get(name, [None] * len(experience.rewards))
+            joined = first + fresh_values.get(name, [None] * len(fresh.rewards))
+            selected[name] = [joined[row] for row in rows]
+        return selected
+
+    return Experience(
+        prompt_indices=[prompt_indices[group] for group in groups],
+        rollout=join([experience.rollout, fresh.rollout]).rows(indices),
+        rewards=torch.cat([experience.rewards, fresh.rewards])[indices],
+        rewards_by_name=select(experience.rewards_by_name, fresh.rewards_by_name),
+        logged=select(experience.logged, fresh.logged),
+        reward_failed=experience.reward_failed or fresh.reward_failed,
+        drawn_rewards=(experience.drawn_rewards or experience.rewards.tolist()) + fresh.rewards.tolist(),
+        drawn_tokens=(experience.drawn_tokens or experience.rollout.tokens) + fresh.rollout.tokens,
+    )
+
 
 @dataclass
 class Lagged(Now):
-    """Hands rollouts out --rollout.lag rollouts late.
-
-    Attributes:
-        waiting: this rank's rollouts, the oldest first.
-    """
+    """Hands rollouts out --rollout.lag rollouts late; ``waiting`` are this rank's, the oldest first."""
 
     per_rank = True
     waiting: deque[Experience] = field(default_factory=deque)
@@ -140,16 +155,24 @@ class Lagged(Now):
 
     def next(self) -> Experience:
         while True:
-            experience = self.draw()
+            experience = super().next()
             if self.config.algorithm.ratio_to == "behaviour":
                 with self.phase("train"):
-                    rollout = self.keep_logprobs(experience.rollout, experience.advantages)
-                experience = replace(experience, rollout=rollout)
+                    experience = self.keep_logprobs(experience)
             self.waiting.append(experience)
             with self.phase("generate"):
                 self.prefetch()
             if len(self.waiting) + self.n_ahead > self.config.rollout.lag:
                 return self.waiting.popleft()
+
+    def keep_logprobs(self, experience: Experience) -> Experience:
+        """Give a rollout just drawn the log-probs that later ratios are formed against, the policy's or engine's."""
+        rollout = experience.rollout
+        if self.config.ratios_to_engine:
+            old = rollout.sampler_logprobs
+        else:
+            old = self.logprobs(rollout, experience.advantages, self.learner.policy)
+        return replace(experience, rollout=replace(rollout, behaviour_logprobs=old))
 
     def prefetch(self) -> None:
         """Begin to draw the next rollout, if something else than the policy draws."""
@@ -168,11 +191,7 @@ class Lagged(Now):
 
 @dataclass
 class Ahead(Lagged):
-    """Has an engine draw the next rollout while one is trained on.
-
-    Attributes:
-        prefetched: the rollout of the next prompts, if it is complete.
-    """
+    """Has an engine draw the next rollout while one is trained on; ``prefetched`` is that rollout once complete."""
 
     sampler: EngineSampler
     prefetched: Rollout | None = None
@@ -185,7 +204,7 @@ class Ahead(Lagged):
 
     def collect(self) -> None:
         """Wait for what is being drawn ahead. If that fails on a rank, all drop it, and draw those prompts again."""
-        if not self.sampler.is_drawing:
+        if self.sampler.asked is None:
             return
         try:
             self.prefetched = self.sampler.complete()
@@ -199,9 +218,7 @@ class Ahead(Lagged):
         self.collect()
         rollout = self.prefetched
         self.prefetched = None
-        if rollout is not None and rollout.is_of(prompts.ids):
-            return rollout
-        return super().draw_rollout(prompts)
+        return rollout if rollout is not None and rollout.is_of(prompts.ids) else super().draw_rollout(prompts)
 
     def state_dict(self) -> dict[str, Any]:
         """The rollouts, after waiting for the one that is being drawn ahead."""

@@ -1,15 +1,16 @@
-"""Settings of sampling, the tensors of a rollout, and those of its rows as the loss sees them."""
+"""Settings of sampling, the tensors of a rollout, its rewards, and its rows as the loss sees them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from pspo.config import Decoder, RewardConfig
+from pspo.config import AlgorithmConfig, Decoder, RewardConfig
 from pspo.losses import LossInputs
 from pspo.model import Targets, to_device, token_logprobs, unflatten
 from pspo.tasks import Problem, total_rewards
@@ -24,11 +25,7 @@ def cat_padded(parts: Sequence[Tensor], value: float = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Everything that shapes the sampled distribution, and where completions end; `make_sampling` finds the tokens.
-
-    Decoders: "pspo" (`pspo.rollout.decode`), "graphs" (`pspo.rollout.graphs`, for a GPU), and "hf" (transformers' own
-    `generate`, the reference). `make_sampling` chooses for "auto".
-    """
+    """Everything that shapes the sampled distribution, and where completions end; `make_sampling` finds the tokens."""
 
     stop_ids: Sequence[int]  # tokens that end a completion, and are part of it
     pad_id: int
@@ -38,12 +35,11 @@ class Sampling:
     max_completion_tokens: int = 128
     stop_strings: Sequence[str] = ()  # texts that end a completion, with the token that completes them
     max_rows: int = 256  # decoded at a time
-    decoder: Decoder = "pspo"
+    decoder: Decoder = "pspo"  # of `pspo.rollout.decode`, "graphs" or "hf"; `make_sampling` chooses for "auto"
     logprobs: bool = False  # keep those that the tokens were sampled with; not with decoder "hf"
     nucleus: bool = False  # keep the tokens that each was drawn from, over which log-probs are renormalised; not "hf"
 
     def greedy(self) -> "Sampling":
-        """Greedy decoding, with the same decoder, limit and stop tokens."""
         return replace(self, temperature=0.0, logprobs=False, nucleus=False)
 
 
@@ -60,12 +56,6 @@ class Nucleus:
         ids = [self.ids[i][:n] for i, n in zip(indices.tolist(), counts.sum(dim=1).tolist(), strict=True)]
         return Nucleus(ids, counts)
 
-    @staticmethod
-    def join(parts: Sequence["Nucleus"]) -> "Nucleus":
-        """The rows of all, one part after the other."""
-        ids = [row for part in parts for row in part.ids]
-        return Nucleus(ids, cat_padded([part.counts for part in parts]))
-
     def select(self, rows: slice, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Ids (M,) in the nuclei of the N unmasked tokens of some rows, one after the other, and their counts (N,)."""
         counts = self.counts[rows]
@@ -75,57 +65,37 @@ class Nucleus:
 
 @dataclass(frozen=True)
 class Completions:
-    """Completions of N prompts, the rows of one prompt adjacent; log-probs and nuclei on request.
-
-    Log-probs are of the logits at the temperature, before top_k and nucleus; renormalised over nuclei that are kept.
-    """
+    """Completions of N prompts, the rows of one prompt adjacent; log-probs and nuclei on request."""
 
     ids: Tensor  # (N * group_size, T) int64, padded after their stop token
-    logprobs: Tensor | None = None  # (N * group_size, T) float32
+    logprobs: Tensor | None = None  # (N * group_size, T) float32, at the temperature; over all tokens or kept nuclei
     nucleus: Nucleus | None = None
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """B prompts with one completion each, on the CPU; the rows of one prompt are adjacent.
+    """B prompts with one completion each, on the CPU; the rows of one prompt are adjacent."""
 
-    Attributes:
-        prompt_ids: (B, P) int64, left-padded.
-        prompt_mask: (B, P) bool.
-        completion_ids: (B, T) int64, right-padded.
-        completion_mask: (B, T) bool, true through the first stop token inclusive.
-        terminated: (B,) bool, false where the completion hit the token limit.
-        texts: the completions as text, see `completion_texts`. If a prompt ends with `<think>`, or with the beginning
-            of an answer, its texts begin with that.
-        sampler_logprobs: (B, T) float32, what the tokens were sampled with, at the temperature and before the nucleus
-            cut; None unless `Sampling.logprobs` asks for them. `token_logprobs` gives the same to rounding.
-        behaviour_logprobs: (B, T) float32, of the policy that drew the tokens, by `token_logprobs`; None if the old
-            log-probs are to be those of the policy just before the update.
-        nucleus: the tokens that they were drawn from; None unless `Sampling.nucleus` asks for them.
-        sampled_mask: (B, T) bool, false at an environment's observations; None without an environment.
-        environment_rewards: sum of each episode's rewards; None without an environment, whose last turn is `texts`.
-    """
-
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    completion_ids: Tensor
-    completion_mask: Tensor
-    terminated: Tensor
-    texts: list[str]
-    sampler_logprobs: Tensor | None = None
-    nucleus: Nucleus | None = None
-    sampled_mask: Tensor | None = None
-    environment_rewards: list[float] | None = None
-    behaviour_logprobs: Tensor | None = None
+    prompt_ids: Tensor  # (B, P) int64, left-padded
+    prompt_mask: Tensor  # (B, P) bool
+    completion_ids: Tensor  # (B, T) int64, right-padded
+    completion_mask: Tensor  # (B, T) bool, true through the first stop token inclusive
+    terminated: Tensor  # (B,) bool, false where the completion hit the token limit
+    texts: list[str]  # see `completion_texts`; they begin with a `<think>` that their prompt ends with
+    sampler_logprobs: Tensor | None = None  # (B, T) float32, as sampled, before the nucleus cut; if `Sampling` asks
+    nucleus: Nucleus | None = None  # that the tokens were drawn from; if `Sampling` asks
+    sampled_mask: Tensor | None = None  # (B, T) bool, false at an environment's observations
+    environment_rewards: list[float] | None = None  # sum of each episode's rewards; `texts` are last turns then
+    behaviour_logprobs: Tensor | None = None  # (B, T) float32, of the policy that drew; None for the present one's
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def is_of(self, prompts: Sequence[Sequence[int]]) -> bool:
         """True if the rows complete these encoded prompts, each equally often."""
-        group_size = len(self) // len(prompts)
-        firsts = zip(self.prompt_ids[::group_size], self.prompt_mask[::group_size], strict=True)
-        return [ids[mask].tolist() for ids, mask in firsts] == [list(prompt) for prompt in prompts]
+        rows = zip(self.prompt_ids, self.prompt_mask, strict=True)
+        repeated = [list(prompt) for prompt in prompts for _ in range(len(self) // len(prompts))]
+        return [ids[mask].tolist() for ids, mask in rows] == repeated
 
     def rows(self, indices: Tensor) -> "Rollout":
         """The rows at ``indices`` (b,) int64, without the columns that are padding in all of them."""
@@ -159,13 +129,12 @@ class Rollout:
         return self.prompt_ids, self.prompt_mask, self.completion_ids, self.completion_mask
 
     def targets(self, rows: slice) -> Targets:
-        """The completion tokens of some rows; if their nuclei were kept, log-probs are renormalised over those."""
         mask = self.completion_mask[rows]
         nucleus = None if self.nucleus is None else self.nucleus.select(rows, mask)
         return Targets(self.completion_ids[rows][mask], nucleus)
 
     def logprobs(self, model: PreTrainedModel, temperature: float) -> Tensor:
-        """(B, T) log-probs of the completions by a model, see `token_logprobs`; without gradient."""
+        """(B, T), by a model, see `token_logprobs`; without gradient."""
         with torch.no_grad():
             return token_logprobs(model, *self.token_ids, temperature, self.targets(slice(None)).nucleus)
 
@@ -204,7 +173,8 @@ def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
             raise ValueError(f"cannot join rollouts with and without {name}")
         filler = pad_id if name.endswith("_ids") else 0
         if isinstance(value, Nucleus):
-            joined[name] = Nucleus.join(values)
+            ids = [row for part in values for row in part.ids]
+            joined[name] = Nucleus(ids, cat_padded([part.counts for part in values]))
         elif isinstance(value, list):
             joined[name] = [item for items in values for item in items]
         elif name.startswith("prompt"):
@@ -214,23 +184,54 @@ def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
     return Rollout(**joined)
 
 
+def trained_rows(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """(B,) bool: the rows with a signal, a token in the loss whose advantage, (B,) or (B, T), is not 0.
+
+    Others have no gradient but that of terms. Resampling replaces groups without such a row; statistics are of these.
+    """
+    mask = rollout.loss_mask
+    if algorithm.mask_truncated:
+        mask = mask & rollout.terminated[:, None]
+    return (mask & (advantages.reshape(len(rollout), -1) != 0)).any(dim=1)
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A rollout of B rows, scored."""
+
+    prompt_indices: list[int]  # of each group's prompt among the training prompts
+    rollout: Rollout
+    rewards: Tensor  # (B,) float64, NaN if unknown
+    rewards_by_name: dict[str, list[float]]  # B values of each reward function
+    logged: dict[str, list[Any]] = field(default_factory=dict)  # by name B values that reward functions logged, or None
+    advantages: Tensor | None = None  # (B,) or (B, T) float32; None until they are estimated
+    reward_failed: bool = False  # a function failed for some of the completions drawn (--reward.on_error none)
+    drawn_rewards: list[float] = field(default_factory=list)  # of all drawn, if --rollout.resample has replaced some
+    drawn_tokens: int = 0  # prompt and completion tokens of these, padding excluded
+
+    def has_signal(self, algorithm: AlgorithmConfig) -> list[bool]:
+        """By group, True if it has a row of `trained_rows`: with group-relative advantages, if its rewards differ."""
+        rows = trained_rows(self.rollout, self.advantages, algorithm)
+        return rows.view(len(self.prompt_indices), -1).any(dim=1).tolist()
+
+    @property
+    def row_advantages(self) -> list[float]:
+        """B numbers: a row's advantage, or the mean over its tokens."""
+        if self.advantages.dim() == 1:
+            return self.advantages.tolist()
+        lengths = self.rollout.loss_mask.sum(dim=1).clamp(min=1)
+        return (self.advantages.sum(dim=1) / lengths).tolist()
+
+
 @dataclass(frozen=True)
 class Batch:
-    """A rollout, or some rows of one, as the loss sees it.
-
-    Attributes:
-        rollout: B rows.
-        advantages: (B, 1) or (B, T) float32, on the CPU.
-        old_logprobs: (B, T) float32 without gradient, what ratios are formed against; None for the policy's own.
-        ref_logprobs: (B, T) float32 without gradient, of the reference model; None if beta is 0.
-        indices: (B,) int64, of the rows in the rollout that they were taken from; None for a whole one.
-    """
+    """A rollout of B rows, or some rows of one, as the loss sees it."""
 
     rollout: Rollout
-    advantages: Tensor
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    indices: Tensor | None = None
+    advantages: Tensor  # (B, 1) or (B, T) float32, on the CPU
+    old_logprobs: Tensor | None = None  # (B, T), what ratios are formed against; None for the policy's own
+    ref_logprobs: Tensor | None = None  # (B, T), of the reference model; None if beta is 0
+    indices: Tensor | None = None  # (B,) int64, of the rows in the rollout that they are from; None for a whole one
 
     @cached_property
     def lengths(self) -> tuple[list[int], list[int]]:
@@ -241,15 +242,12 @@ class Batch:
         """The rows at ``indices`` (b,) int64, trimmed as `Rollout.rows` trims them."""
         rollout = self.rollout.rows(indices)
         width = rollout.completion_ids.shape[1]
-        old = self.old_logprobs
-        ref = self.ref_logprobs
-        return Batch(
-            rollout=rollout,
-            advantages=self.advantages[indices, :width],
-            old_logprobs=None if old is None else old[to_device(indices, old.device), :width],
-            ref_logprobs=None if ref is None else ref[to_device(indices, ref.device), :width],
-            indices=indices if self.indices is None else self.indices[indices],
-        )
+
+        def select(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[to_device(indices, values.device), :width]
+
+        rows = indices if self.indices is None else self.indices[indices]
+        return Batch(rollout, select(self.advantages), select(self.old_logprobs), select(self.ref_logprobs), rows)
 
     def loss_inputs(self, rows: slice, logprobs: Tensor, entropies: Tensor, step: int) -> LossInputs:
         """Inputs of the loss at some whole rows, from log-probs and entropies (n,) of their completion tokens."""
@@ -271,5 +269,4 @@ class Batch:
     def masked_row(self) -> "Batch":
         """One row without an unmasked token: a microbatch whose gradient is 0."""
         row = self.rows(torch.zeros(1, dtype=torch.long))
-        masked = replace(row.rollout, completion_mask=torch.zeros_like(row.rollout.completion_mask))
-        return replace(row, rollout=masked)
+        return replace(row, rollout=replace(row.rollout, completion_mask=row.rollout.completion_mask & False))

@@ -16,7 +16,7 @@ from pspo.config import TrainConfig
 from pspo.environments import transcripts
 from pspo.errors import RunFailed
 from pspo.rollout import Experience, Prompts
-from pspo.rollout.experience import trained_rows
+from pspo.rollout.types import trained_rows
 from pspo.run.folders import checkpoints, write_errors
 from pspo.run.metrics import mean_of_known, rollout_metrics, sample_record, status
 from pspo.run.trackers import start_tracker

@@ -18,8 +18,8 @@ from pspo.model import load_tokenizer
 from pspo.model.device import choose_threads, peak_memory_gb
 from pspo.model.find import token_ids
 from pspo.rollout import Experience, How, PolicySampler, Prompts, PromptStream, Sampler, make_sampling
+from pspo.rollout.drawing import Generators, random_numbers
 from pspo.rollout.engine import Engine, find_engine, start_engine
-from pspo.rollout.generators import Generators, random_numbers
 from pspo.rollout.prompts import load_splits
 from pspo.rollout.sampler import check_decoding
 from pspo.rollout.source import make_source
@@ -32,7 +32,7 @@ from pspo.run.recorder import Recorder
 from pspo.run.validator import Validator
 from pspo.signals import StopSignals
 from pspo.tasks.environment import load_class
-from pspo.update import drawn_logprobs, keep_logprobs
+from pspo.update import drawn_logprobs
 from pspo.update.learner import check_reference, make_learner
 
 
@@ -101,7 +101,6 @@ class Run:
             self.how,
             self.learner,
             self.phase,
-            partial(keep_logprobs, self.learner, config=config),
             partial(drawn_logprobs, self.learner, config=config),
             self.recorder.failures,
         )
@@ -110,7 +109,7 @@ class Run:
     def make_sampler(self, inputs: Inputs) -> Sampler:
         """What draws: the policy, an engine, an environment around either."""
         policy = self.learner.policy
-        sampler = by_model = PolicySampler(inputs.tokenizer, self.config.model.autocast, self.signals)
+        sampler = by_model = PolicySampler(inputs.tokenizer, self.config.model.autocast, self.signals, self.generators)
         if inputs.engine is not None:
             self.resources.callback(inputs.engine.close)
             if self.config.draws_ahead:

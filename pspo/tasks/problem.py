@@ -19,7 +19,7 @@ class Problem:
     """A task for the model, and what its completions are scored against.
 
     Attributes:
-        prompt: text, the user turn of the chat; or a whole chat up to where the assistant begins or continues.
+        prompt: text, the user turn of the chat; or a whole chat up to where the assistant begins.
         answer: the gold answer, as --data.answer_kind says: an exact number, text, or None for a task without one.
         fields: the other columns of the data, by name; rewards may ask for them.
         source: data set: gsm8k, math, ...
@@ -54,7 +54,7 @@ def content_text(turn: dict[str, Any]) -> str:
 
 
 def check_chat(chat: Messages) -> None:
-    """Raise ValueError unless the chat is a list of turns, the last of which the assistant can answer or continue."""
+    """Raise ValueError unless the chat is a list of turns, the last of which the assistant can answer."""
     if not isinstance(chat, list):
         raise ValueError(f"a prompt, also an environment's, must be a text or a list of turns, not {chat!r:.80}")
     for number, turn in enumerate(chat, 1):
@@ -62,9 +62,8 @@ def check_chat(chat: Messages) -> None:
         if not is_turn or not (isinstance(turn.get("content"), str) or turn.get("content") or turn.get("tool_calls")):
             raise ValueError(f'turn {number} of the list must be {{"role": "...", "content": "..."}}, not {turn!r:.80}')
         content_text(turn)
-    roles = ("user", "tool", "assistant")
-    if not chat or chat[-1]["role"] not in roles or chat[-1].get("tool_calls"):
-        raise ValueError("a chat must end with a turn of role user, tool or assistant that calls no tool")
+    if not chat or chat[-1]["role"] not in ("user", "tool"):
+        raise ValueError("a chat must end with a turn of role user or tool")
     check_unicode(chat, "a prompt")
 
 

@@ -1,6 +1,8 @@
 """Assign the rows of a rollout to optimizer steps and microbatches; smaller microbatches when memory runs out."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,22 +15,16 @@ from pspo.config import AlgorithmConfig, TrainConfig
 from pspo.losses import Counts
 from pspo.model import is_out_of_memory
 from pspo.model.device import MICROBATCH_TOKENS
-from pspo.rollout.experience import trained_rows
-from pspo.rollout.types import Batch, Rollout
+from pspo.rollout.types import Batch, Rollout, trained_rows
 from pspo.update.learner import Learner
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer step.
+    """One optimizer step."""
 
-    Attributes:
-        counts: tokens and sequences over all ranks, those of rows without a gradient included.
-        groups: this rank's rows that have a gradient, by group, long completions first; never empty.
-    """
-
-    counts: Counts
-    groups: list[list[int]]
+    counts: Counts  # of tokens and sequences over all ranks, those of rows without a gradient included
+    groups: list[list[int]]  # this rank's rows that have a gradient, long completions first; never empty
 
 
 def make_batch(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig) -> Batch:
@@ -43,9 +39,7 @@ def make_batch(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig)
 
 
 def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuffled: bool = False) -> list[Minibatch]:
-    """Assign the rows of a rollout to an epoch's optimizer steps: groups stay whole, in the order in which they came.
-
-    With ``shuffled`` the order is random, by --run.seed, the rank and the steps taken.
+    """Assign the rows of a rollout to an epoch's optimizer steps: groups stay whole, in their order or ``shuffled``.
 
     Rows without a gradient are left out but counted: loss and gradient stay the same.
     """
@@ -58,8 +52,7 @@ def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuff
         has_gradient = trained_rows(batch.rollout, batch.advantages, algorithm)
     groups = torch.arange(len(batch.rollout)).view(-1, config.rollout.group_size)
     if shuffled:
-        generator = np.random.default_rng((config.run.seed, dist.rank(), learner.steps))
-        groups = groups[generator.permutation(len(groups))]
+        groups = groups[np.random.default_rng((config.run.seed, dist.rank(), learner.steps)).permutation(len(groups))]
     minibatches = []
     for part in groups.tensor_split(algorithm.minibatches):
         trained = [group[has_gradient[group]].tolist() for group in part]
@@ -102,20 +95,21 @@ def padded_tokens(learner: Learner, batch: Batch, rows: list[int], config: Train
     return prompts * max(prompt_lengths[row] for row in rows) + len(rows) * max(completion_lengths[row] for row in rows)
 
 
-def can_shrink(learner: Learner, microbatches: list[Batch], error: RuntimeError) -> bool:
-    """True if memory ran out and fewer rows can help; never with shards, whose ranks must run equally many passes."""
-    has_rows = max(len(part.rollout) for part in microbatches) > 1
-    return has_rows and is_out_of_memory(error) and not learner.is_sharded
+@contextmanager
+def smaller_if_out_of_memory(
+    learner: Learner, batch: Batch, microbatches: list[Batch], config: TrainConfig
+) -> Iterator[None]:
+    """Catch out of memory in a `with` block over microbatches, and halve the size of later ones.
 
-
-def shrink_microbatches(learner: Learner, batch: Batch, microbatches: list[Batch], config: TrainConfig) -> None:
-    """Allow half the tokens of the largest microbatch of several rows, now and in later rollouts.
-
-    The denominators are the minibatch's, so the gradient is the same to rounding.
+    The denominators are the minibatch's, so the gradient is the same to rounding. With shards, whose ranks must run
+    equally many passes, and for single rows it is raised.
     """
-    several = [part.indices.tolist() for part in microbatches if len(part.rollout) > 1]
-    limit = max(padded_tokens(learner, batch, rows, config) for rows in several) // 2
-    learner.microbatch_tokens = limit
-    torch.cuda.empty_cache()  # does nothing without a GPU
-    advice = f"{limit:,} tokens from here on (--optimizer.microbatch_tokens)"
-    tqdm.write(f"out of memory: the step is repeated, with microbatches of at most {advice}", file=sys.stderr)
+    try:
+        yield
+    except RuntimeError as error:
+        several = [part.indices.tolist() for part in microbatches if len(part.rollout) > 1]
+        if learner.is_sharded or not several or not is_out_of_memory(error):
+            raise
+        learner.microbatch_tokens = max(padded_tokens(learner, batch, rows, config) for rows in several) // 2
+        advice = f"{learner.microbatch_tokens:,} tokens from here on (--optimizer.microbatch_tokens)"
+        tqdm.write(f"out of memory: the step is repeated, with microbatches of at most {advice}", file=sys.stderr)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,26 +31,17 @@ from pspo.update.tokens import TokenRecord
 class Learner:
     """Policy, optimizer, schedule and reference model: everything that `pspo.update.update` steps.
 
-    Its state holds no weights, which a checkpoint saves as a model, but those of a reference that is replaced. Shards
-    are saved with the optimizer's state, which is then left out here, too.
-
-    Attributes:
-        scheduler: None for a constant learning rate.
-        reference: None if beta is 0 and --algorithm.reference is unset.
-        steps: optimizer steps taken.
-        reference_rollouts: rollouts trained on with this reference, counted for --algorithm.reference_every.
-        microbatch_tokens: the most in a microbatch, fewer once memory has run out; None until the first update.
-        record: gets what every step computes at tokens; None to record nothing.
+    Its state lacks the policy's weights, which a checkpoint saves as a model, and with shards the optimizer's state.
     """
 
     policy: transformers.PreTrainedModel
     optimizer: torch.optim.Optimizer
-    scheduler: LambdaLR | None = None
+    scheduler: LambdaLR | None = None  # of a learning rate that is not constant
     reference: transformers.PreTrainedModel | StartingAdapters | None = None
-    steps: int = 0
-    reference_rollouts: int = 0
-    microbatch_tokens: int | None = None
-    record: TokenRecord | None = None
+    steps: int = 0  # taken
+    reference_rollouts: int = 0  # trained on with this reference, counted for --algorithm.reference_every
+    microbatch_tokens: int | None = None  # the most, fewer once memory has run out; None for the configuration's
+    record: TokenRecord | None = None  # gets what every step computes at tokens
 
     def __post_init__(self) -> None:
         self.n_ranks = dist.world_size()
@@ -62,24 +52,17 @@ class Learner:
         """The reference model, for a `with` block; under LoRA the policy itself, with the adapters it started from."""
         return self.reference if isinstance(self.reference, StartingAdapters) else nullcontext(self.reference)
 
-    @property
     def reference_weights(self) -> list[Tensor]:
         """The reference's weights; under LoRA its adapters."""
-        if isinstance(self.reference, StartingAdapters):
-            return self.reference.start
-        return [*self.reference.state_dict().values()]
-
-    @torch.no_grad()
-    def set_reference(self, weights: Iterable[Tensor]) -> None:
-        """Copy weights into the reference."""
-        for stored, new in zip(self.reference_weights, weights, strict=True):
-            stored.copy_(new)
+        by_adapters = isinstance(self.reference, StartingAdapters)
+        return self.reference.start if by_adapters else [*self.reference.state_dict().values()]
 
     def refresh_reference(self, every: int) -> None:
         """Count a rollout; after ``every`` of them make the policy the reference first."""
         if self.reference_rollouts == every:
             by_adapters = isinstance(self.reference, StartingAdapters)
-            self.set_reference(self.reference.adapters if by_adapters else self.policy.state_dict().values())
+            policy_weights = self.reference.adapters if by_adapters else [*self.policy.state_dict().values()]
+            copy_weights(policy_weights, self.reference_weights())
             self.reference_rollouts = 0
         self.reference_rollouts += 1
 
@@ -87,16 +70,13 @@ class Learner:
         return {
             "steps": self.steps,
             "reference_rollouts": self.reference_rollouts,
-            "reference": self.reference_weights if self.reference_rollouts > 0 else None,
+            "reference": self.reference_weights() if self.reference_rollouts > 0 else None,
             "microbatch_tokens": self.microbatch_tokens,  # a resumed run computes in the same shapes
             "optimizer": None if self.is_sharded else self.optimizer.state_dict(),
         }
 
     def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-        """What fits of a parent's state: other optimizers have other moments, this memory its own microbatches.
-
-        Raises ValueError for adapters that would count more or less.
-        """
+        """What fits of a parent's state; ValueError for adapters that would count more or less."""
         alpha = changes.get("model.lora.alpha")
         if alpha and has_adapters(self.policy):
             raise ValueError(f"the parent's adapters have --model.lora.alpha {alpha[0]:g}: fork with the same")
@@ -115,7 +95,7 @@ class Learner:
         self.microbatch_tokens = state["microbatch_tokens"]
         self.reference_rollouts = state["reference_rollouts"]
         if self.reference_rollouts > 0:
-            self.set_reference(state["reference"])
+            copy_weights(state["reference"], self.reference_weights())
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         if state["optimizer"] is not None:
             self.optimizer.load_state_dict(state["optimizer"])
@@ -123,6 +103,12 @@ class Learner:
             group.update(made | {"lr": self.optimizer.defaults["lr"]})
         if self.scheduler is not None:
             self.scheduler = LambdaLR(self.optimizer, self.scheduler.lr_lambdas[0], self.steps - 1)
+
+
+@torch.no_grad()
+def copy_weights(weights: list[Tensor], into: list[Tensor]) -> None:
+    for stored, new in zip(into, weights, strict=True):
+        stored.copy_(new)
 
 
 def reference_config(config: TrainConfig) -> ModelConfig:
@@ -142,8 +128,7 @@ def check_reference(config: TrainConfig, tokenizer: transformers.PreTrainedToken
     except ValueError as error:
         raise ValueError(f"--algorithm.reference {name}: {error}") from error
     if vocabulary != tokenizer.get_vocab():
-        fix = f"its log-probs are of other tokens than those of {config.model.name_or_path}; name one of that family"
-        raise ValueError(f"--algorithm.reference {name} has another vocabulary: {fix}")
+        raise ValueError(f"--algorithm.reference {name} has another vocabulary than {config.model.name_or_path}")
 
 
 def load_reference(
@@ -166,6 +151,6 @@ def make_learner(config: TrainConfig, device: torch.device) -> Learner:
     reference = load_reference(config, policy, device)
     optimizer = make_optimizer(policy, config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
-    by_memory = default_microbatch_tokens(policy, config.model.gradient_checkpointing)
-    tokens = config.optimizer.microbatch_tokens or by_memory
+    tokens = config.optimizer.microbatch_tokens
+    tokens = tokens or default_microbatch_tokens(policy, config.model.gradient_checkpointing)
     return Learner(policy, optimizer, scheduler, reference, microbatch_tokens=tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,31 +11,23 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pspo.config import OptimizerConfig
-from pspo.model.adapters import has_adapters, trained_parameters
-from pspo.model.find import default_lr
+from pspo.model.adapters import trained_parameters
 
 
 def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer of all parameters that are not frozen, at the peak learning rate.
 
-    --optimizer.options may have a weight_decay, of matrices and embeddings. Norms, biases, A_log of state-space models,
-    and what a model's makers have marked ``_no_weight_decay``, have none.
+    --optimizer.options may have a weight_decay, of matrices and embeddings; norms and biases have none.
     """
-    trained = trained_parameters(policy)
-    if config.lr is None:  # of a configuration that no command made
-        size = 4 * sum(parameter.numel() for parameter in policy.parameters())
-        config = replace(config, lr=default_lr(size, has_adapters(policy)))
-    weights = list(trained.values())
+    weights = list(trained_parameters(policy).values())
     is_bfloat16 = any(weight.dtype == torch.bfloat16 for weight in weights)
     optimized = weights
     if is_bfloat16:  # float32 copies, empty but for each one's own step
         optimized = [nn.Parameter(torch.empty(0, device=weight.device)) for weight in weights]
     decayed = []
     others = []
-    for (name, weight), parameter in zip(trained.items(), optimized, strict=True):
-        is_marked = getattr(weight, "_no_weight_decay", name.endswith("A_log"))
-        group = decayed if weight.dim() > 1 and not is_marked else others
-        group.append(parameter)
+    for weight, parameter in zip(weights, optimized, strict=True):
+        (decayed if weight.dim() > 1 else others).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": config.options.get("weight_decay", 0.0)},
         {"params": others, "weight_decay": 0.0},
@@ -71,11 +62,10 @@ def check_optimizer(config: OptimizerConfig) -> None:
 
 
 class StochasticRounding(torch.optim.Optimizer):
-    """Optimize bfloat16 weights by an optimizer of float32 copies; only one copy at a time is filled.
+    """Optimize bfloat16 weights by an optimizer of float32 copies, one at a time, rounded up or down at random.
 
-    A bfloat16 number has 8 significant bits: rounded to the nearest, a step below 1/512 of a weight would vanish.
-    Rounded up or down at random, steps are right on average. Every rank draws the same random numbers, so that
-    replicated weights stay the same.
+    Rounded to the nearest, a step below 1/512 of a weight would vanish: bfloat16 has 8 significant bits. Every rank
+    draws the same random numbers, so that replicated weights stay the same.
     """
 
     def __init__(self, weights: list[nn.Parameter], copies: list[nn.Parameter], inner: torch.optim.Optimizer):
@@ -123,10 +113,7 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR | None:
-    """Learning rates: a linear warm-up from 0, then constant, or to 0 at ``max_steps`` in a line or half a cosine.
-
-    None for a rate that is constant from the first step.
-    """
+    """A linear warm-up from 0, then constant, or to 0 at ``max_steps``; None for a rate that is constant throughout."""
     if config.schedule == "constant" and config.warmup_steps == 0:
         return None
     from transformers.optimization import get_scheduler  # slow to import

@@ -14,80 +14,73 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
 from pspo.model import autocast, head_logprobs, hidden_states, row_chunks
-from pspo.rollout.experience import trained_rows
-from pspo.rollout.types import Batch, Rollout
+from pspo.rollout.types import Batch, Rollout, trained_rows
 from pspo.update.batching import (
     Minibatch,
-    can_shrink,
     make_batch,
-    shrink_microbatches,
+    smaller_if_out_of_memory,
     split_microbatches,
     split_minibatches,
 )
 from pspo.update.learner import Learner
-from pspo.update.old import RowLogprobs, old_logprobs, reference_logprobs
+from pspo.update.old import compute_logprobs, old_logprobs
 from pspo.update.tokens import Visit, concat_columns, step_metrics, token_columns
 
 
 def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
     """Take the optimizer steps of this rank's rows (B) of a rollout, with advantages (B,) or (B, T) float32.
 
-    The first minibatch needs no extra pass for old log-probs: its first forward pass precedes any step. Returns the
-    metrics of each step over all ranks' rows. Raises ValueError if the rollout lacks what --algorithm needs, or all of
-    --run.max_steps are taken.
+    Returns the metrics of each step over all ranks' rows. Raises ValueError if the rollout lacks what --algorithm
+    needs, or all of --run.max_steps are taken.
     """
     algorithm = config.algorithm
     steps_left = config.run.max_steps - learner.steps
     if steps_left <= 0:
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
-    if algorithm.beta > 0 and learner.reference is None:
-        raise ValueError("--algorithm.beta needs a reference model: pspo.update.learner.make_learner loads one")
-    if algorithm.reference_every > 0:
-        learner.refresh_reference(algorithm.reference_every)
     batch = make_batch(rollout, advantages, algorithm)
     minibatches = split_minibatches(learner, batch, config)
-    old = old_logprobs(learner, batch, minibatches, config)
-    batch = replace(batch, ref_logprobs=reference_logprobs(learner, batch, minibatches, config))
+    old = old_logprobs(learner, batch, minibatches, config)  # (B, T)
+    if algorithm.beta > 0:
+        if algorithm.reference_every > 0:
+            learner.refresh_reference(algorithm.reference_every)
+        with learner.reference_model() as reference:
+            logprobs = compute_logprobs(learner, batch, minibatches, reference, config)
+        batch = replace(batch, ref_logprobs=logprobs)
+    is_first = rollout.behaviour_logprobs is None  # then old log-probs are those of the pass that precedes any step
     steps = []
     for epoch in range(algorithm.epochs):
         if algorithm.shuffle and epoch > 0:
             minibatches = split_minibatches(learner, batch, config, shuffled=True)
         for minibatch in minibatches[: steps_left - len(steps)]:
-            steps.append(take_step(learner, batch, old, minibatch, config))
+            whole = batch if is_first else replace(batch, old_logprobs=old)
+            tokens, metrics = take_step(learner, whole, minibatch, config)
+            steps.append(metrics)
+            if is_first:
+                places = (tokens["row"].to(old.device), tokens["position"].to(old.device))
+                old[places] = tokens["logprob"].to(old)
+                is_first = False
     return steps
 
 
 def take_step(
-    learner: Learner, batch: Batch, old: RowLogprobs, minibatch: Minibatch, config: TrainConfig
-) -> dict[str, float]:
-    """Accumulate a minibatch's gradient, sum it over the ranks, clip it, and step; returns the step's metrics.
+    learner: Learner, batch: Batch, minibatch: Minibatch, config: TrainConfig
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Accumulate a minibatch's gradient, sum it over the ranks, clip it, and step.
 
-    If memory runs out, the whole minibatch is tried again with smaller microbatches. A loss or gradient that is not
-    finite is counted and skipped.
+    Returns `token_columns`, and the step's metrics. A loss or gradient that is not finite is counted and skipped.
     """
     counts = minibatch.counts
     while True:
         learner.optimizer.zero_grad()  # of a step that raised, and of passes that ran out of memory
+        visits = []
         microbatches = split_microbatches(learner, batch, minibatch, config)
-        passes = []  # by microbatch
-        try:
-            for microbatch in microbatches:
-                part = replace(microbatch, old_logprobs=old.rows(microbatch))
+        with smaller_if_out_of_memory(learner, batch, microbatches, config):
+            for part in microbatches:
                 if learner.is_sharded:  # FSDP gathers the weights around what it takes for a forward pass
-                    passes.append(learner.policy.call_with_weights(partial(backward, learner, part, counts, config)))
+                    visits += learner.policy.call_with_weights(partial(backward, learner, part, counts, config))
                 else:
-                    passes.append(backward(learner, part, counts, config))
+                    visits += backward(learner, part, counts, config)
             break
-        except RuntimeError as error:
-            if not can_shrink(learner, microbatches, error):
-                raise
-        # Outside the except block, whose error holds the tensors of the failed pass.
-        shrink_microbatches(learner, batch, microbatches, config)
-    for microbatch, visits in zip(microbatches, passes, strict=True):
-        if old.rows(microbatch) is None:  # the first visit, before any step
-            old.store(microbatch, torch.cat([visit.inputs.logprobs for visit in visits]))
-    visits = [visit for visits in passes for visit in visits]
-
     loss = torch.stack([visit.loss for visit in visits]).sum()
     if learner.n_ranks > 1:
         loss = dist.sum_over_ranks(loss)
@@ -109,10 +102,9 @@ def take_step(
     tokens["is_trained"] = trained_rows(batch.rollout, batch.advantages, config.algorithm)[tokens["row"]]
     if learner.record is not None:
         learner.record.add(learner.steps, tokens)
-    if learner.n_ranks > 1:
-        tokens = concat_columns(tokens)
-    metrics = {"loss": loss} | step_metrics(tokens, counts, config.algorithm)
-    return metrics | {"grad_norm": grad_norm, "lr": lr, "step_skipped": float(not is_finite)}
+    all_tokens = concat_columns(tokens) if learner.n_ranks > 1 else tokens
+    metrics = {"loss": loss} | step_metrics(all_tokens, counts, config.algorithm)
+    return tokens, metrics | {"grad_norm": grad_norm, "lr": lr, "step_skipped": float(not is_finite)}
 
 
 def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> list[Visit]:

@@ -54,22 +54,19 @@ def token_columns(visits: list[Visit]) -> dict[str, Tensor]:
 def concat_columns(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
     """All ranks' `token_columns`, with rows numbered among all ranks' rows."""
     rows = tokens["row"] * dist.world_size() + dist.rank()
-    columns = torch.stack(list((tokens | {"row": rows}).values()), dim=1)  # (n, m)
+    columns = torch.stack([*(tokens | {"row": rows}).values()], dim=1)  # (n, m)
     return dict(zip(tokens, dist.concat_over_ranks(columns).unbind(dim=1), strict=True))
 
 
 def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Statistics of a step over the tokens of `token_columns`, all ranks': `diagnose`, entropy, and those of terms.
-
-    The entropy is of the rows with a signal, see `trained_rows`; of all that were passed if none has one.
-    """
+    """Statistics of a step over all ranks' tokens: `diagnose`, the entropy of `trained_rows`, and those of terms."""
     logprobs = tokens["logprob"]
     old_logprobs = tokens["old_logprob"]
     is_active = tokens["advantage"] != 0
     active = {name: values[is_active] for name, values in tokens.items()}
     metrics = diagnose(active["logprob"], active["old_logprob"], active["advantage"], active["weight"], active["row"])
     is_trained = tokens["is_trained"].bool()
-    entropies = tokens["entropy"][is_trained] if is_trained.any() else tokens["entropy"]
+    entropies = tokens["entropy"][is_trained] if is_trained.any() else tokens["entropy"]  # all if none has a signal
     metrics["entropy"] = entropies.sum().item() / max(len(entropies), 1)
     if algorithm.beta > 0:
         everywhere = torch.ones_like(is_active)

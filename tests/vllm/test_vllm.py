@@ -27,8 +27,8 @@ from pspo.cli.files import read_jsonl
 from pspo.config import DataConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
 from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.rollout import How, PolicySampler, Prompts, load_prompts, make_sampling
+from pspo.rollout.drawing import Generators
 from pspo.rollout.engine import EngineError, EngineSampler, find_engine
-from pspo.rollout.generators import Generators
 from pspo.update.learner import Learner
 from pspo_vllm.vllm import weights_of_files
 
