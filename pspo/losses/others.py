@@ -138,7 +138,7 @@ class DPPO(Surrogate):
     the divergence is the binary one, of "this token or any other": |p - q| ("tv"), or
     KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)) ("kl"). The step would add to it where A > 0 and p > q, or A <= 0
     and p < q. The source's top-K divergence needs the whole distribution, which a surrogate does not see; its q is the
-    sampler's, ours the old log-probs'. It takes epsilon 0.15 for tv and 0.05 for kl.
+    sampler's, ours the old log-probs'. It has epsilon 0.15 or 0.2 for tv, 0.05 for kl, and caps r.
     """
 
     divergence: Literal["tv", "kl"] = "tv"
@@ -190,7 +190,7 @@ class DRO(Surrogate):
 
     Direct Reward Optimization (Richemond et al. 2024), with the mean reward for its value function. A token's share of
     log^2 w is log w log r, and has the gradient of log^2 w. verl's and Tinker's ``dro`` has a token's log^2 r: level
-    "token".
+    "token". The source gives no tau; 0.05 is Tinker's.
     """
 
     tau: float = 0.05
@@ -217,7 +217,7 @@ class CEGPPO(Surrogate):
     """-(w / sg(r)) r A: Clip that leaves a bounded gradient to the tokens it clips (Su et al. 2025, 2509.20712).
 
     w is r where Clip has a gradient, beta1 (1 - epsilon) below the range and beta2 (1 + epsilon_high) above it. The
-    authors' code also cuts the loss at r = 3 where A < 0; the paper does not. With beta1 = beta2 = 0 it is Clip.
+    authors' code also cuts the loss at r = 10 where A < 0; the paper does not. With beta1 = beta2 = 0 it is Clip.
     """
 
     epsilon: float = 0.2
@@ -242,8 +242,8 @@ class CEGPPO(Surrogate):
 class ASPO(Surrogate):
     """-sg(w) A logprob, w = min(1 / r, delta) where A > 0, else min(r, delta); 0 where Clip has no gradient.
 
-    Positive tokens that lag behind the old policy weigh more, not less (Wang et al. 2025, 2510.06062, section 6). The
-    authors' code has the delta of 3, and other clip ranges for uncertain tokens, which the paper does not.
+    Positive tokens that lag behind the old policy weigh more, not less (Wang et al. 2025, 2510.06062v2, section 6). The
+    authors' code has the delta of 3, other clip ranges for uncertain tokens, and ``dapo`` for the paper's ``grpo``.
     """
 
     epsilon: float = 0.2

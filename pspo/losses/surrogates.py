@@ -222,7 +222,7 @@ class P3O(Surrogate):
 class SAPO(Surrogate):
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg (Gao et al. 2025).
 
-    The source advises tau_neg > tau_pos.
+    The source advises tau_neg > tau_pos. tau_neg = 3 is the PSPO paper's; TRL and verl have 1.05.
     """
 
     tau_pos: float = 1.0
@@ -246,7 +246,7 @@ class TOPR(Surrogate):
 
     The stop-gradient sg makes it REINFORCE with a tapered weight. At level "sequence", the source's, r is the
     ratio of the whole completion: the product over the row's unmasked tokens. With the defaults, positive rows
-    weigh 1 and negative ones min(r, 1).
+    weigh 1 and negative ones min(r, 1). The signs are A's, in the source the reward's.
     """
 
     a_pos: float = 1.0
