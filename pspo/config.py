@@ -31,7 +31,6 @@ def require(ok: object, switch: str, rule: str, value: object) -> None:
 COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 Fact = Literal[
     "main",  # from Python a section may be its value alone: model="tiny-math"
-    "basic",  # --help shows it; --help all shows every switch
     "path",  # a path of this machine, or a name: ~ is the home folder, and model cards leave it out
     "mapping",  # a mapping of the user's keys
     "class",  # the import path of a class, or {class_path: ..., init_args: {...}}
@@ -87,7 +86,7 @@ class LoraConfig(Section, name="model.lora"):
         target_modules: layers that get new adapters, by name or as a regular expression
     """
 
-    rank: int = switch(0, "basic", at_least=0)
+    rank: int = switch(0, at_least=0)
     alpha: float = switch(32.0, above=0)
     target_modules: str | list[str] = "all-linear"
     name_or_path = None  # no switch: `LoraFolder` has it
@@ -115,7 +114,7 @@ class ModelConfig(Section, name="model"):
         lora: LoRA adapters, trained in place of the model
     """
 
-    name_or_path: str = switch("tiny-base", "main", "basic", "path")
+    name_or_path: str = switch("tiny-base", "main", "path")
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     autocast: Literal["auto", "bf16", "none"] = "auto"
@@ -151,14 +150,14 @@ class DataConfig(Section, name="data"):
         max_prompt_tokens: drop problems with longer prompts
     """
 
-    name: str = switch("arithmetic", "main", "basic")
-    path: str | None = switch(None, "basic", "path", "free", "no setting")
+    name: str = switch("arithmetic", "main")
+    path: str | None = switch(None, "path", "free", "no setting")
     hub: dict[str, str | dict[str, str]] = switch(dict, "mapping")
-    limit: int | None = switch(None, "basic", above=0)
+    limit: int | None = switch(None, above=0)
     seed: int = 0
-    columns: dict[str, str] = switch(lambda: {"prompt": "prompt", "answer": "answer"}, "basic", "mapping")
+    columns: dict[str, str] = switch(lambda: {"prompt": "prompt", "answer": "answer"}, "mapping")
     answer_kind: AnswerKind | None = None
-    holdout: float | None = switch(None, "basic", at_least=0, below=1)
+    holdout: float | None = switch(None, at_least=0, below=1)
     system_prompt: str | None = None
     chat_template: dict[str, Any] | str | None = switch(None, "path", "mapping")
     max_prompt_tokens: int = switch(512, above=0)
@@ -197,8 +196,8 @@ class RewardConfig(Section, name="reward"):
             functions in the training process
     """
 
-    functions: list[Reward | Callable] = switch(lambda: [MathReward()], "main", "basic")
-    weights: list[float] | None = switch(None, "basic")
+    functions: list[Reward | Callable] = switch(lambda: [MathReward()], "main")
+    weights: list[float] | None = switch(None)
     timeout: float = switch(0.0, "free", "no setting", at_least=0, below=2_000_000)
     on_error: OnError = switch("raise", "free", "no setting")
     workers: int = switch(0, "free", "no setting", at_least=0)
@@ -237,12 +236,12 @@ class RolloutConfig(Section, name="rollout"):
         resample: times that groups whose advantages are all 0 are replaced by fresh prompts' (DAPO's dynamic sampling)
     """
 
-    prompts: int = switch(32, "basic", above=0)
-    group_size: int = switch(4, "basic", at_least=2)
-    max_completion_tokens: int = switch(128, "basic", above=0)
+    prompts: int = switch(32, above=0)
+    group_size: int = switch(4, at_least=2)
+    max_completion_tokens: int = switch(128, above=0)
     stop_tokens: list[str] | None = None
     stop_strings: list[str] = field(default_factory=list)
-    temperature: float = switch(0.6, "basic", above=0)
+    temperature: float = switch(0.6, above=0)
     top_p: float = switch(0.85, above=0, at_most=1)
     top_k: int = switch(0, at_least=0)
     max_rows: int | None = switch(None, "no setting", above=0)
@@ -278,14 +277,14 @@ class AlgorithmConfig(Section, name="algorithm"):
         correction_floor: smallest correction weight
     """
 
-    surrogate: losses.Surrogate = switch(losses.PSPO, "main", "basic")
+    surrogate: losses.Surrogate = switch(losses.PSPO, "main")
     terms: list[losses.Term | Callable] = field(default_factory=list)
-    epochs: int = switch(2, "basic", above=0)
+    epochs: int = switch(2, above=0)
     minibatches: int = switch(1, above=0)
     shuffle: bool = False
     aggregation: losses.Aggregation | Callable = "dapo"
-    advantages: Advantages | Callable = switch("none", "basic")
-    beta: float = switch(0.0, "basic", at_least=0)
+    advantages: Advantages | Callable = switch("none")
+    beta: float = switch(0.0, at_least=0)
     kl_estimator: losses.KLEstimator = "k3"
     reference: str | None = switch(None, "path")
     reference_every: int = switch(0, at_least=0)
@@ -342,7 +341,7 @@ class OptimizerConfig(Section, name="optimizer"):
     """
 
     name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = "adamw"
-    lr: float | None = switch(None, "basic", above=0)
+    lr: float | None = switch(None, above=0)
     options: dict[str, Any] = switch(dict, "mapping")
     warmup_steps: int = switch(0, at_least=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -370,14 +369,14 @@ class RunConfig(Section, name="run"):
         tracker: also log metrics to tensorboard, wandb or trackio (pip install 'pspo[wandb]')
     """
 
-    output_dir: str | None = switch(None, "basic", "path", "free", "no setting")
+    output_dir: str | None = switch(None, "path", "free", "no setting")
     fork_from: str | None = switch(None, "path", "no setting")
-    seed: int = switch(0, "basic", "no setting", at_least=0, below=2**32)
-    max_steps: int = switch(100, "basic", "may grow", above=0)
+    seed: int = switch(0, "no setting", at_least=0, below=2**32)
+    max_steps: int = switch(100, "may grow", above=0)
     max_tokens: int | None = switch(None, "may grow", above=0)
-    validate_every: int = switch(20, "basic", "no setting", at_least=0)
+    validate_every: int = switch(20, "no setting", at_least=0)
     validation_limit: int = switch(128, "no setting", above=0)
-    test_limit: int = switch(500, "basic", "no setting", at_least=0)
+    test_limit: int = switch(500, "no setting", at_least=0)
     save_every: int = switch(50, "free", "no setting", at_least=0)
     keep: int = switch(2, "free", "no setting", above=0)
     record_tokens: int = switch(2, "no setting", at_least=0)
@@ -489,11 +488,11 @@ class EvalConfig(Section, name="eval"):
         environment: import path of a text environment, as in training
     """
 
-    split: Literal["train", "validation", "test"] = switch("test", "basic")
-    temperatures: list[float] = switch(lambda: [0.0], "basic")
-    samples: int = switch(1, "basic", above=0)
+    split: Literal["train", "validation", "test"] = switch("test")
+    temperatures: list[float] = switch(lambda: [0.0])
+    samples: int = switch(1, above=0)
     top_p: float = switch(1.0, above=0, at_most=1)
-    max_completion_tokens: int = switch(128, "basic", above=0)
+    max_completion_tokens: int = switch(128, above=0)
     stop_tokens: list[str] | None = None
     stop_strings: list[str] = field(default_factory=list)
     max_tokens: int = switch(65_536, above=0)
@@ -516,8 +515,8 @@ class EvalRunConfig(Section, name="run"):
         quiet: print no progress
     """
 
-    output_dir: str = switch("evaluation", "basic", "path")
-    seed: int = switch(0, "basic", at_least=0, below=2**32)
+    output_dir: str = switch("evaluation", "path")
+    seed: int = switch(0, at_least=0, below=2**32)
     quiet: bool = False
 
 

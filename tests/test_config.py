@@ -2,13 +2,12 @@
 
 import json
 import math
-import os
 import re
 import sys
-import threading
 import typing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,13 +17,13 @@ from pspo.cli.files import to_yaml
 from pspo.cli.parse import parse, resolve
 from pspo.cli.python import config_from_python
 from pspo.config import EvaluateConfig, Fact, LoraConfig, ModelConfig, TrainConfig, find_switches, switches_with
-from pspo.losses import CISPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip, OffPolicyMask
+from pspo.losses import CISPO, GSPO, P3O, TOPR, Clip, NoClip, OffPolicyMask
 from pspo.model.find import TINY_BYTES, find_default_lr
 from pspo.tasks import FormatReward, MathReward, SoftOverlong
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "configs" / "tiny.yaml"
-METHODS = [PSPO(alpha=0.4), Clip(0.1, epsilon_high=0.28, delta=4.0), NoClip(), P3O(kl_coef=1e-6), TOPR(level="token")]
+METHODS = [Clip(0.1, epsilon_high=0.28, delta=4.0), NoClip(), P3O(kl_coef=1e-6), TOPR(level="token")]
 
 
 def train_config(*args: str) -> TrainConfig:
@@ -86,7 +85,7 @@ def test_paths_at_home_are_expanded(yaml_file, tmp_path, monkeypatch):
     assert paths == [str(tmp_path / name) for name in ("model", "out", "run")]
 
 
-@pytest.mark.parametrize("text", ["1e-6", "1E-6", "1.0e-06", "0.000001"])
+@pytest.mark.parametrize("text", ["1e-6", "1.0E-06"])
 def test_floats_in_yaml_and_switches(yaml_file, text):
     args = yaml_file(f"optimizer:\n  lr: {text}\nalgorithm:\n  surrogate: Clip\n")
     config = train_config(*args, "--algorithm.surrogate.epsilon", text)
@@ -111,40 +110,30 @@ def test_the_later_of_file_and_switch_wins(tmp_path):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["--config=dapo", "--algorithm.surrogate=GSPO"], GSPO()),
-        (["--config=dapo", "--algorithm.surrogate.class_path=GSPO", "--algorithm.surrogate.epsilon=0.1"], GSPO(0.1)),
         (["--config=dapo", "--config=own.yaml"], GSPO(0.01)),
         (
             ["--config=own.yaml", "--algorithm.surrogate={class_path: CISPO, init_args: {epsilon_high: 2}}"],
             CISPO(None, 2),
         ),
-        (["--config=dapo", "--algorithm.surrogate=Clip"], Clip()),
+        (["--config=dapo", "--algorithm.surrogate=Clip"], Clip()),  # no epsilon_high of dapo's
         (["--config=dapo", "--algorithm.surrogate.epsilon=0.1"], Clip(0.1, 0.28)),
-        (["--config=dapo", "--algorithm=part.yaml"], GSPO()),  # no epsilon_high of dapo's
-        (["--config=dapo", "--config=pipe"], GSPO(0.01)),
-        (["--config=dapo", "--algorithm=pipe"], GSPO()),
     ],
     ids=str,
 )
 def test_a_class_begins_with_its_own_defaults(yaml_file, tmp_path, monkeypatch, args, expected):
     yaml_file("algorithm: {surrogate: {class_path: GSPO, init_args: {epsilon: 0.01}}}\n")
     monkeypatch.chdir(tmp_path)
-    Path("part.yaml").write_text("surrogate: GSPO\n")
-    os.mkfifo("pipe")
-    content = Path("part.yaml" if "--algorithm=pipe" in args else "own.yaml").read_bytes()
-    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=[content], daemon=True)
-    writer.start()
     assert train_config(*args).algorithm.surrogate == expected
 
 
 def test_a_printed_file_leaves_open_what_depends_on_other_switches(yaml_file, capsys):
     with pytest.raises(SystemExit):
         train_config("--rollout.lag=1", "--algorithm.ratio_to=proximal", "--print_config")
-    printed = capsys.readouterr().out
-    assert printed.endswith("# null stands for: data.holdout 0.0, algorithm.correction none, optimizer.lr 3e-05\n")
     first = "--rollout.engine={class_path: my.First, init_args: {memory: 0.3}}"
-    config = train_config(*yaml_file(printed), "--model.lora.rank=8", first, "--rollout.engine={class_path: my.Engine}")
+    args = [*yaml_file(capsys.readouterr().out), "--model.lora.rank=8", first, "--rollout.engine=my.Engine"]
+    config, settings = parse(TrainConfig, "pspo.train", args)
     assert (config.algorithm.effective_correction, config.optimizer.lr) == ("token_truncate", 3e-4)
+    assert (settings["algorithm"]["correction"], settings["optimizer"]["lr"]) == ("token_truncate", 3e-4)
     assert config.rollout.engine == {"class_path": "my.Engine"}
 
 
@@ -167,7 +156,7 @@ def test_a_reward_and_a_term_begin_with_their_own_defaults(yaml_file, capsys):
     assert config.algorithm.terms == [Share()]
     with pytest.raises(SystemExit):
         train_config("--algorithm.surrogate.alpha=0.4", "--algorithm.surrogate=PSPO")
-    assert "--algorithm.surrogate.alpha stands before --algorithm.surrogate PSPO: name the" in capsys.readouterr().err
+    assert "--algorithm.surrogate must stand before its arguments" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("surrogate", METHODS, ids=lambda surrogate: type(surrogate).__name__)
@@ -251,7 +240,7 @@ def test_files_give_texts_without_quotes_too_and_null_unsets(yaml_file):
     ("--rollout.stop_tokens+=<|im_end|>", "rollout.stop_tokens", ["<|im_end|>"]),
     ('--rollout.stop_tokens=["[EOS]"]', "rollout.stop_tokens", ["[EOS]"]),
     ("--reward.weights=0.5", "reward.weights", [0.5]),
-    ("--reward.functions=MathReward, FormatReward && --reward.weights=1, 5e-1", "reward.weights", [1.0, 0.5]),
+    ("--reward.functions=[MathReward, FormatReward] && --reward.weights=[1, 5e-1]", "reward.weights", [1.0, 0.5]),
     ("--model.lora.target_modules=[qk]_proj", "model.lora.target_modules", "[qk]_proj"),
     ('--model.lora.target_modules=["q_proj", "v_proj"]', "model.lora.target_modules", ["q_proj", "v_proj"]),
     ("--data.chat_template={enable_thinking: false, date: 2024-01-01, n: 1e-3, v: '1.10'}", "data.chat_template",
@@ -271,26 +260,27 @@ def test_other_types_read_a_word(words, switch, expected):
     assert value_of(train_config(*words.split(" && ")), switch) == expected
 
 
+@dataclass(frozen=True)
 class Wordy(NoClip):
-    """It keeps none of its arguments, which have types that a word could be mistaken for."""
+    """Its arguments have types that a word could be mistaken for."""
 
-    def __init__(
-        self, text: str, maybe: str | None, texts: list[str], pair: tuple[int, float], any=None, *, root: Path
-    ):
-        self.got = (text, maybe, texts, pair, any, root)
+    text: str
+    maybe: str | None
+    texts: list[str]
+    root: Path
+    untyped: Any = None
 
 
 def test_arguments_of_a_class_are_read_by_their_types(yaml_file, capsys):
-    words = {"text": "1.10", "maybe": "~", "texts": "[END]", "pair": "[1, 2]", "any": "1e-3", "root": "#x"}
+    words = {"text": "1.10", "maybe": "~", "texts": "[END]", "root": "#x", "untyped": "1e-3"}
     args = [f"--algorithm.surrogate.{name}={word}" for name, word in words.items()]
     config, settings = parse(TrainConfig, "pspo.train", ["--algorithm.surrogate=test_config.Wordy", *args])
-    assert config.algorithm.surrogate.got == ("1.10", "~", ["[END]"], (1, 2.0), 1e-3, Path("#x"))
-    again = train_config(*yaml_file(to_yaml(settings)))
-    assert again.algorithm.surrogate.got == config.algorithm.surrogate.got
-    for wrong in (args[:-1], [*args, "--algorithm.surrogate.txt=1"], [*args, "--algorithm.surrogate.pair=x"]):
+    assert config.algorithm.surrogate == Wordy("1.10", "~", ["[END]"], Path("#x"), 1e-3)
+    assert train_config(*yaml_file(to_yaml(settings))) == config
+    for wrong in (args[1:], [*args, "--algorithm.surrogate.txt=1"]):
         with pytest.raises(SystemExit, match=r"^2$"):
             train_config("--algorithm.surrogate=test_config.Wordy", *wrong)
-        messages = r"argument: 'root'|unexpected keyword argument 'txt'; it takes text, maybe|pair must be"
+        messages = r"Wordy\(text, maybe, .*(argument: 'text'|unexpected keyword argument 'txt')"
         assert re.search(messages, capsys.readouterr().err)
 
 
@@ -324,31 +314,22 @@ def test_the_learning_rate_of_the_embedded_models_or_the_paper_s(tmp_path, model
 
 @pytest.mark.parametrize("config_class", [TrainConfig, EvaluateConfig])
 def test_help_has_a_text_for_every_switch(config_class, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        parse(config_class, "pspo.train", ["--help", "all"])
-    assert not exit_.value.code
-    text = capsys.readouterr().out
+    text = ""
+    for words in (["-h"], ["--help", "model"]):
+        before = text
+        with pytest.raises(SystemExit) as exit_:
+            parse(config_class, "pspo.train", words)
+        assert not exit_.value.code
+        text = capsys.readouterr().out
+    assert "--data.name" not in text
+    text = before
     leaves = sections(config_class)
     leaves["model"].remove("lora")  # a section of its own
     leaves["model.lora"] = [leaf.name for leaf in fields(LoraConfig)]
     for section, names in leaves.items():
         for name in names:
-            described = re.search(rf"^  --{section}\.{name} \S+\s+(\S.*)$", text, re.MULTILINE)
+            described = re.search(rf"^  --{section}\.{name} +(\S.*)$", text, re.MULTILINE)
             assert described, name
-
-
-def test_help_is_short_and_names_the_sections_that_have_more(capsys):
-    shown = {}
-    for topic in ("", "rollout", "all"):
-        with pytest.raises(SystemExit):
-            parse(TrainConfig, "pspo.train", ["--help", topic])
-        text = capsys.readouterr().out
-        shown[topic] = re.findall(r"^  --([a-z]+\.[\w.]+) VALUE", text, re.MULTILINE)
-        assert "--help SECTION" in text or topic
-    assert {"data.path", "algorithm.surrogate", "rollout.prompts"} < {*shown[""]} < {*shown["all"]}
-    assert len(shown[""]) < 25
-    assert {name.partition(".")[0] for name in shown["rollout"]} == {"rollout"}
-    assert "rollout.lag" in shown["rollout"]
 
 
 def test_the_guide_lists_exactly_the_switches():
@@ -384,19 +365,16 @@ FILES = {
     "syntax.yaml": "a: [1, 2\n  b: }\n",
 }
 MESSAGES = {
-    "--rollout.group_sise 4": "unrecognized arguments: --rollout.group_sise=4; did you mean --rollout.group_size?",
+    "--rollout.group_sise 4": "unrecognized arguments: --rollout.group_sise; did you mean --rollout.group_size?",
+    "--max_steps 4": "unrecognized arguments: --max_steps; did you mean --run.max_steps?",
     "--config typo.yaml": "unrecognized arguments: --rollout.group_sise; did you mean --rollout.group_size?",
     "--config syntax.yaml": "syntax.yaml is damaged: .* line 2, column 4",
     "--config twice.yaml": "twice.yaml is damaged: run stands twice, the second time in line 2",
-    "--config missing.yaml": "--config missing.yaml: there is no such file, nor such a method; methods: dapo, .*grpo",
-    "--batch_size 8": ".*--batch_size=8; here --rollout.prompts, --rollout.group_size",
-    "--algorithm.surrogate Clipp": ".* no such class; choose from ASPO, .*VESPO, or .*; did you mean Clip[?]",
-    "--algorithm.surrogate GRPO": ".*; did you mean --config grpo[?]",
-    "--reward.functions MathRewrad": ".*; did you mean MathReward[?]",
-    "--device cuda": ".*--device=cuda; here CUDA_VISIBLE_DEVICES",
+    "--config missing.yaml": ".*No such file or directory: 'missing.yaml'",
+    "--algorithm.surrogate Clipp": ".* no such class; choose from ASPO, .*VESPO, or give an import path",
     "--rollout.prompts many": "--rollout.prompts must be a whole number, got many",
     '--algorithm.terms [{"class_path":"KLPenalty","init_args":{"beta":1}}]': "--algorithm.terms must not have a KL ",
-    "--algorithm.terms OffPolicyMask": "--algorithm.terms OffPolicyMask: missing a required argument: 'threshold'",
+    "--algorithm.terms OffPolicyMask": r"--algorithm.terms OffPolicyMask\(threshold\): .* argument: 'threshold'",
     "--algorithm.nucleus replay --rollout.decoder hf": "--algorithm.nucleus",
     "--algorithm.correction token_mask --rollout.engine my.Engine --rollout.lag 1": "--algorithm.correction",
     "--optimizer.name adamw8bit --distributed.strategy fsdp2": "--optimizer.name",

@@ -156,27 +156,28 @@ class Unquoted(str):
 
 
 class _Loader(yaml.SafeLoader):
-    """Read all that stands without quotes as `Unquoted`; refuse a key that stands twice."""
+    """Read null, lists, mappings and texts, which are `Unquoted` without quotes; refuse a key that stands twice."""
 
     yaml_implicit_resolvers: ClassVar = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # merges of mappings
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-        names = []
-        for key, _ in node.value:
-            if key.value in names:
+        names = [key.value for key, _ in node.value]
+        for i, (key, _) in enumerate(node.value):
+            if key.value in names[:i]:
                 raise yaml.YAMLError(f"{key.value} stands twice, the second time in line {key.start_mark.line + 1}")
-            names.append(key.value)
         return {str(name): value for name, value in super().construct_mapping(node, deep).items()}
 
-    def construct_text(self, node: yaml.ScalarNode) -> str:
-        return Unquoted(node.value) if node.style is None else node.value
+    def construct_text(self, node: yaml.ScalarNode) -> str | None:
+        if node.style is not None:
+            return node.value
+        return None if scalar(node.value) is None else Unquoted(node.value)
 
 
 _Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
 
 
 def load_yaml(text: str) -> Any:
-    """Lists and mappings of texts, which are `Unquoted` where they have no quotes; raises YAMLError."""
+    """A YAML text as `_Loader` has it; raises YAMLError."""
     return yaml.load(text, _Loader)
 
 
@@ -192,7 +193,7 @@ def scalar(text: str) -> Any:
         for kind in (int, float):
             with contextlib.suppress(ValueError):
                 return kind(text)
-    return text
+    return str(text)
 
 
 def untyped(value: Any) -> Any:
@@ -201,18 +202,14 @@ def untyped(value: Any) -> Any:
         return {name: untyped(part) for name, part in value.items()}
     if isinstance(value, list):
         return [untyped(part) for part in value]
-    if not isinstance(value, Unquoted):
-        return value
-    plain = scalar(value)
-    return str(plain) if plain is value else plain
+    return scalar(value) if isinstance(value, Unquoted) else value
 
 
 class _Dumper(yaml.SafeDumper):
     """Write text that `scalar` would read as something else in quotes."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        style = None if scalar(text) is text else "'"
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if scalar(text) == text else "'")
 
 
 _Dumper.add_representer(str, _Dumper.represent_text)

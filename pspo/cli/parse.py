@@ -4,40 +4,31 @@ Every field of a configuration class is a switch (``--rollout.temperature 0.6``)
 hold the same fields by section. What is given later overrides. `pspo.cli.values` says what a value means.
 """
 
-import argparse
 import difflib
-import functools
 import inspect
 import os
 import re
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
 from pspo.cli.files import Settings, argument_text, read_yaml, to_yaml
-from pspo.cli.values import METHODS, Word, as_list, load_word, plain_setting, read
-from pspo.config import find_switches, switches_with
+from pspo.cli.values import Word, as_list, from_word, plain, read
+from pspo.config import TrainConfig, find_switches, switches_with
 from pspo.model.find import find_default_lr
 from pspo.run.endings import user_errors
 from pspo.tasks.datasets import has_text_answers, holdout_share
 from pspo.tasks.files import local_path
 
 C = TypeVar("C")
-HINTS = {  # of names that other trainers give to a switch
-    "batch_size": "--rollout.prompts, --rollout.group_size, or for memory --optimizer.microbatch_tokens",
-    "num_generations": "--rollout.group_size",
-    "lora": "--model.lora.rank 16",
-    "device": "CUDA_VISIBLE_DEVICES before the command: a GPU is used where torch finds one",
-    "clip": "--algorithm.surrogate.epsilon 0.2, of a surrogate that clips",
-    "learning_rate": "--optimizer.lr",
-}
+METHODS = {file.stem: file for file in sorted((Path(__file__).parents[1] / "assets" / "methods").glob("*.yaml"))}
 
 
 def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -> tuple[C, Settings]:
-    """Read switches and YAML files; returns the configuration, and the settings of all its fields as YAML has them.
+    """Read switches and YAML files; returns the configuration, and its settings as YAML has them.
 
     Exits with code 2 and one line on stderr if a field is unknown, ill-typed or out of range.
     """
@@ -52,34 +43,23 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], given: S
         print_help(config_class, prog, dict(pairs)["help"] or "")
         raise SystemExit(0)
     switches = find_switches(config_class)
-    settings = default_settings(config_class)
-    put_words(settings, pairs, switches)
-    put_all(settings, given, switches)
-    values = {}
-    for switch, part in switches.items():
-        if switch not in settings:
-            raise ValueError(f"--{switch} must be given")
-        values[switch] = read(part.type, settings[switch], switch)
-    config = resolve(build(config_class, {switch: value.made for switch, value in values.items()}))
-    plain = {switch: value.plain for switch, value in values.items()}
-    resolved = dict(plain)
-    for switch in switches:
-        value = attrgetter(switch)(config)
-        if not any(map(callable, value if isinstance(value, list) else [value])):  # classes stay import paths
-            resolved[switch] = value
-    if resolved.get("algorithm.correction", "") is None:
-        resolved["algorithm.correction"] = config.algorithm.effective_correction
+    values = default_values(switches)
+    put_words(values, pairs, switches)
+    put_all(values, given, switches)
+    config = build(config_class, values)
     if "print_config" in dict(pairs):  # with null where a default depends on other switches
-        depending = [switch for switch, value in resolved.items() if plain[switch] is None and value is not None]
-        unset = ", ".join(f"{switch} {argument_text(resolved[switch])}" for switch in depending)
-        print(to_yaml(nested(plain)), end=f"# null stands for: {unset}\n" if unset else "")
+        print(to_yaml(plain(config)), end="")
         raise SystemExit(0)
-    return config, nested(resolved)
+    config = resolve(config)
+    settings = plain(config)
+    if isinstance(config, TrainConfig):
+        settings["algorithm"]["correction"] = plain(config.algorithm.effective_correction)
+    return config, settings
 
 
 def resolve(config: C) -> C:
     """The configuration with what files decide: a model's learning rate, the kind of answers, the share for a test."""
-    if hasattr(config, "optimizer") and config.optimizer.lr is None:
+    if isinstance(config, TrainConfig) and config.optimizer.lr is None:
         config = replace(config, optimizer=replace(config.optimizer, lr=find_default_lr(config.model)))
     data = getattr(config, "data", None)
     if data is None:
@@ -97,50 +77,38 @@ def resolve(config: C) -> C:
     return replace(config, data=replace(data, holdout=data.holdout or 0.0), run=run)
 
 
-def build(config_class: type[C], values: Settings, prefix: str = "") -> C:
-    """The configuration of values by switch."""
+def default_values(switches: dict[str, Field]) -> dict[str, Any]:
+    """The defaults by switch, as YAML has them."""
+    values = {}
+    for switch, part in switches.items():
+        default = part.default if part.default_factory is MISSING else part.default_factory()
+        if default is not MISSING:
+            values[switch] = plain(default)
+    return values
+
+
+def build(config_class: type[C], values: dict[str, Any], prefix: str = "") -> C:
+    """The configuration of values by switch; ValueError, naming the switch, for one that is unfit or missing."""
     parts = {}
     for part in fields(config_class):
         switch = f"{prefix}{part.name}"
         if is_dataclass(part.type):
             parts[part.name] = build(part.type, values, f"{switch}.")
         elif switch in values:
-            parts[part.name] = values[switch]
+            parts[part.name] = read(part.type, values[switch], switch)
+        elif part.init:
+            raise ValueError(f"--{switch} must be given")
     return config_class(**parts)
-
-
-def nested(values: Settings) -> Settings:
-    """Values by switch, in sections."""
-    settings: Settings = {}
-    for switch, value in values.items():
-        *names, last = switch.split(".")
-        section = settings
-        for name in names:
-            section = section.setdefault(name, {})
-        section[last] = value
-    return settings
-
-
-def default_settings(config_class: type) -> Settings:
-    """The defaults by switch."""
-    settings = {}
-    for switch, part in find_switches(config_class).items():
-        if part.default is not MISSING:
-            settings[switch] = part.default
-        elif part.default_factory is not MISSING:
-            settings[switch] = plain_setting(part.default_factory())
-    return settings
 
 
 def split_words(words: Sequence[str]) -> list[tuple[str, str | None]]:
     """The switches of a command, without their dashes, each with its value if it has one."""
     pairs: list[tuple[str, str | None]] = []
     for word in words:
-        waits = bool(pairs) and pairs[-1][1] is None
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             pairs.append((name, value if equals else None))
-        elif waits and pairs[-1][0] != "print_config":
+        elif pairs and pairs[-1][1] is None:
             pairs[-1] = (pairs[-1][0], word)
         elif word == "-h":
             pairs.append(("help", None))
@@ -149,148 +117,92 @@ def split_words(words: Sequence[str]) -> list[tuple[str, str | None]]:
     return pairs
 
 
-def put_words(settings: Settings, pairs: Sequence[tuple[str, str | None]], switches: dict[str, Field]) -> None:
-    """Put the switches and files of a command over settings, in order."""
-    arguments: dict[str, str] = {}  # by class switch, its last argument since the last file
+def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], switches: dict[str, Field]) -> None:
+    """Put the switches and files of a command over values by switch, in order."""
+    with_arguments = set()
     for name, text in pairs:
         switch = name.removesuffix("+")
-        owner = owner_of(switch, switches)
+        owner = next((owner for owner in switches if f"{switch}.".startswith(f"{owner}.")), None)
         if name == "print_config":
             continue
+        if owner is None and name != "config":
+            raise ValueError(unknown_switch(name, switches))
         if text is None and (owner != name or switches[name].type is not bool):
-            raise ValueError(f"argument --{name}: expected one argument" if owner else unknown_switch(name, switches))
+            raise ValueError(f"argument --{name}: expected one argument")
         word = Word("true" if text is None else text)
         if name == "config":
-            put_all(settings, read_yaml(config_file(text)), switches)
-            arguments.clear()
-        elif any(other.startswith(f"{switch}.") for other in switches):  # a section
             path = local_path(text)
-            is_file = text[:1] != "{" and path.exists() and not path.is_dir()  # or a pipe
-            put_all(settings, {switch: read_yaml(path) if is_file else load_word(word, switch)}, switches)
-        elif owner is None:
-            raise ValueError(unknown_switch(f"{name}={text}", switches))
-        elif switch == owner:
-            if owner in arguments:
-                raise ValueError(f"--{arguments[owner]} stands before --{owner} {text}: name the class first")
-            kind = switches[owner].type
-            value = as_list(kind, word, owner) if get_origin(kind) is list else word
-            if name.endswith("+"):
-                value = [*as_list(kind, settings[owner] or [], owner), *as_list(kind, word, owner)]
-            put(settings, owner, [], value)
+            put_all(values, read_yaml(path if path.exists() else METHODS.get(text.lower(), path)), switches)
+        elif switch != owner:
+            with_arguments.add(owner)
+            put_below(values, owner, switch.removeprefix(f"{owner}.").split("."), word)
+        elif owner in with_arguments:
+            raise ValueError(f"--{owner} must stand before its arguments")
+        elif get_origin(switches[owner].type) is list or name.endswith("+"):
+            old = as_list(switches[owner].type, values[owner], owner) if name.endswith("+") else []
+            values[owner] = [*old, *as_list(switches[owner].type, word, owner)]
         else:
-            argument = switch.removeprefix(f"{owner}.")
-            if argument != "class_path":
-                arguments[owner] = name
-            put(settings, owner, argument.split("."), word)
+            values[owner] = from_word(switches[owner].type, word, owner)
 
 
-def owner_of(name: str, switches: dict[str, Field]) -> str | None:
-    """The switch of this name, or that names a class with an argument of this name; None if there is none."""
-    return next((switch for switch in switches if f"{name}.".startswith(f"{switch}.")), None)
-
-
-def put_all(settings: Settings, given: Settings, switches: dict[str, Field], prefix: str = "") -> None:
-    """Put the values of a nested configuration over settings; ValueError for a switch that there is not."""
+def put_all(values: dict[str, Any], given: Mapping[str, Any], switches: dict[str, Field], prefix: str = "") -> None:
+    """Put a nested configuration over values by switch; ValueError for a switch that there is not."""
     for name, value in given.items():
-        key = f"{prefix}{name}"
-        owner = owner_of(key, switches)
-        if owner:
-            put(settings, owner, key.removeprefix(owner).split(".")[1:], value)
-        elif not any(switch.startswith(f"{key}.") for switch in switches):
-            raise ValueError(unknown_switch(key, switches))
-        elif not isinstance(value, dict):
-            raise ValueError(f"--{key} must be a mapping of its switches, or a file with one, got {value!r}")
+        switch = f"{prefix}{name}"
+        if switch in switches:
+            values[switch] = value
+        elif not any(other.startswith(f"{switch}.") for other in switches):
+            raise ValueError(unknown_switch(switch, switches))
+        elif not isinstance(value, Mapping):
+            raise ValueError(f"--{switch} must be a mapping of its switches, got {value!r}")
         else:
-            put_all(settings, value, switches, f"{key}.")
+            put_all(values, value, switches, f"{switch}.")
 
 
-def put(settings: Settings, owner: str, names: Sequence[str], value: Any) -> None:
-    """Set a switch; or below it an argument of its class (of a list's last class), or an item of its mapping.
-
-    A class that is named begins with its own defaults: it takes over no argument of the one before it.
-    """
-    if isinstance(value, dict) and value.keys() == {"init_args"}:
-        names = ["init_args"]
-        value = value["init_args"]
-    if names in ([], ["class_path"]):
-        settings[owner] = value
-        return
-    old = settings.get(owner)
-    if owner in switches_with("mapping"):
-        settings[owner] = below(old, names, value)
+def put_below(values: dict[str, Any], switch: str, names: Sequence[str], word: Word) -> None:
+    """Put a word below a switch: an item of its mapping, or an argument of its class, the last one of a list."""
+    old = values[switch]
+    if switch in switches_with("mapping"):
+        values[switch] = below(old, names, word)
         return
     *others, last = old if isinstance(old, list) and old else [old]
-    spec = {"class_path": last} if isinstance(last, str) else last or {}
-    spec = below(spec, ["init_args", *names] if names[0] != "init_args" else names, value)
-    settings[owner] = [*others, spec] if isinstance(old, list) else spec
+    spec = below({"class_path": last} if isinstance(last, str) else last, ["init_args", *names], word)
+    values[switch] = [*others, spec] if isinstance(old, list) else spec
 
 
-def below(mapping: Any, names: Sequence[str], value: Any) -> Any:
+def below(mapping: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
     """The mapping with a value at these names, one below the other."""
-    mapping = mapping if isinstance(mapping, dict) else {}
-    if not names:
-        return mapping | value if isinstance(value, dict) else value
     first, *others = names
-    return mapping | {first: below(mapping.get(first), others, value)}
-
-
-def config_file(name: str) -> Path:
-    """The path of a YAML file or method; ValueError if there is none."""
-    file = local_path(name)
-    if not file.exists():
-        file = METHODS.get(name.lower(), file)
-    if not file.exists():
-        raise ValueError(f"--config {name}: there is no such file, nor such a method; methods: {', '.join(METHODS)}")
-    return file
+    mapping = mapping if isinstance(mapping, dict) else {}
+    return mapping | {first: below(mapping.get(first), others, value) if others else value}
 
 
 def unknown_switch(name: str, switches: dict[str, Field]) -> str:
     """A line on a switch that there is not, with the one that may be meant."""
-    message = f"unrecognized arguments: --{name}"
-    name = name.partition("=")[0]
-    similar = [switch for switch in switches if switch.endswith(f".{name}")]
-    similar += difflib.get_close_matches(name, switches)
-    if name in HINTS:
-        message += f"; here {HINTS[name]}"
-    elif similar:
-        message += f"; did you mean --{similar[0]}?"
-    return message
+    meant = [switch for switch in switches if switch.endswith(f".{name}")]
+    meant += difflib.get_close_matches(name, switches)
+    hint = f"; did you mean --{meant[0]}?" if meant else ""
+    return f"unrecognized arguments: --{name}{hint}"
 
 
-def print_help(config_class: type, prog: str, topic: str) -> None:
-    """Print the texts of all switches, of a section's, or without a topic of the basic ones."""
-    switches = find_switches(config_class)
-    sections = dict.fromkeys(switch.partition(".")[0] for switch in switches)
-    epilog = None
-    shown = set(switches)
-    if topic in sections:
-        shown = {switch for switch in switches if switch.startswith(f"{topic}.")}
-    elif topic != "all":
-        basic = {switch for switch, part in switches.items() if "basic" in part.metadata.get("facts", ())}
-        brief = {switch.rpartition(".")[0] for switch in basic}  # other sections are shown whole
-        shown = basic | {switch for switch in switches if switch.rpartition(".")[0] not in brief}
-        epilog = f"--help all shows all {len(switches)} switches, --help SECTION those of: {' '.join(sections)}"
-    parser = argparse.ArgumentParser(
-        prog,
-        "%(prog)s [--config FILE] [--SWITCH VALUE ...]",
-        config_class.__doc__.partition("\n")[0],
-        epilog,
-        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30, width=110),
-    )
-    parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and exit")
-    names = f"YAML file, or {', '.join(METHODS)}; later switches override it"
-    parser.add_argument("--config", metavar="FILE", help=names)
-    defaults = default_settings(config_class)
-    groups = {}
-    for switch, text in switch_texts(config_class).items():
-        section = switch.rpartition(".")[0]
-        if switch in shown:
-            groups.setdefault(section, parser.add_argument_group(section) if section else parser)
-            default = argument_text(defaults.get(switch))
-            if default != "null" and len(default) < 40:
-                text = f"{text} (default: {default})"
-            groups[section].add_argument(f"--{switch}", metavar="VALUE", help=text.replace("%", "%%"))
-    parser.print_help()
+def print_help(config_class: type, prog: str, section: str) -> None:
+    """Print what each switch is, or each of a section."""
+    defaults = default_values(find_switches(config_class))
+    texts = {"print_config": "print the configuration as YAML and exit"}
+    texts["config"] = f"YAML file, or {', '.join(METHODS)}; later switches override it"
+    print(f"usage: {prog} [--config FILE] [--SWITCH VALUE ...]\n\n{inspect.getdoc(config_class).splitlines()[0]}")
+    print("--help SECTION, such as --help rollout, shows the switches of a section.")
+    before = None
+    for switch, text in (texts | switch_texts(config_class)).items():
+        if not switch.startswith(section):
+            continue
+        if switch.rpartition(".")[0] != before:
+            before = switch.rpartition(".")[0]
+            print()
+        default = argument_text(defaults.get(switch))
+        if default != "null" and len(default) < 40:
+            text = f"{text} (default: {default})"
+        print(textwrap.fill(text, 110, initial_indent=f"  --{switch:<30} ", subsequent_indent=" " * 35))
 
 
 def switch_texts(config_class: type, prefix: str = "") -> dict[str, str]:

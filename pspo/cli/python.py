@@ -13,13 +13,11 @@ from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.files import Settings
 from pspo.cli.parse import make_config
-from pspo.cli.values import plain_setting
+from pspo.cli.values import plain
 from pspo.config import TrainConfig, switches_with
 from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
 from pspo.tasks.files import table_records
-
-EXACT = (Fraction, Decimal)  # answers that are written as text
 
 
 def config_from_python(
@@ -41,64 +39,25 @@ def config_from_python(
             rows = data.pop(split)
             if hasattr(rows, "num_rows"):  # a datasets.Dataset, its images as bytes
                 rows = table_records(rows.with_format("arrow")[:])
-            problems[split] = [problem_record(row) for row in rows]
+            problems[split] = files.to_jsonl(map(problem_record, rows))
     if not problems:
-        return make_config(TrainConfig, "pspo.train", words, plain_setting(settings))
+        return make_config(TrainConfig, "pspo.train", words, plain(settings))
 
     data["name"] = "file"
     run = settings.setdefault("run", {})
     data.setdefault("path", "<problems>")  # until they are written
-    config, _ = make_config(TrainConfig, "pspo.train", words, plain_setting(settings))
+    config, _ = make_config(TrainConfig, "pspo.train", words, plain(settings))
     check(config)
     dist.init(config.distributed.strategy)
     run["output_dir"] = dist.run_on_main(lambda: config.run.output_dir or default_output(config))
     data["path"] = dist.run_on_main(lambda: write_problems(Path(run["output_dir"]), problems))
-    return make_config(TrainConfig, "pspo.train", words, plain_setting(settings))
-
-
-def write_problems(output: Path, problems: dict[str, list[dict[str, Any]]]) -> str:
-    """Write problems by split into the folder ``data`` of a run; ValueError if it holds others, a run's or a user's."""
-    files.check_new_folder(output)
-    folder = output / "data"
-    owner_file = folder / ".of_a_run"
-    texts = {f"{split}.jsonl": files.to_jsonl(records) for split, records in problems.items()}
-    present = [folder / f"{split}.jsonl" for split in SPLITS if (folder / f"{split}.jsonl").exists()]
-    if {path.name: path.read_bytes() for path in present} == {name: text.encode() for name, text in texts.items()}:
-        return str(folder)
-    is_foreign = any(folder.glob("[!.]*")) and not owner_file.exists()
-    if is_foreign or files.is_run(output):
-        raise ValueError(f"--run.output_dir {output} has other problems: choose another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    owner_file.touch()
-    for path in present:  # of a call that failed before its run began
-        path.unlink()
-    for name, text in texts.items():
-        files.write_text(folder / name, text)
-    return str(folder)
-
-
-def default_output(config: TrainConfig) -> str:
-    """Make a new folder for a run, such as runs/tiny-base-arithmetic-pspo-20260131-120000."""
-    model = Path(config.model.name_or_path).name
-    data = config.data.name.replace("/", "-")  # of a hub id
-    method = type(config.algorithm.surrogate).__name__.lower()
-    folder = f"runs/{model}-{data}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for suffix in count(1):
-        name = folder if suffix == 1 else f"{folder}-{suffix}"
-        with contextlib.suppress(FileExistsError):  # of another run that begins in this second
-            Path(name).mkdir(parents=True)
-            return name
+    return make_config(TrainConfig, "pspo.train", words, plain(settings))
 
 
 def section_settings(name: str, section: Any) -> Settings:
     """The settings of one section, of which the main one may stand alone."""
-    (main,) = [switch.rpartition(".")[2] for switch in switches_with("main") if switch.startswith(f"{name}.")] or [None]
-    if main and not isinstance(section, Mapping):
-        section = {main: section}
-    if not isinstance(section, Mapping):
-        raise ValueError(f"{name} must be a dict of fields, got {section!r}")
-    settings = dict(section)
-    return settings
+    main = next((switch for switch in switches_with("main") if switch.startswith(f"{name}.")), "")
+    return dict(section) if isinstance(section, Mapping) else {main.rpartition(".")[2]: section}
 
 
 def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +72,38 @@ def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
         record = dict(problem)
     else:
         raise ValueError(f"data: problems are dicts with prompt and answer, or Problem, not {problem!r}")
-    if isinstance(record.get("answer"), EXACT):
+    if isinstance(record.get("answer"), Fraction | Decimal):
         record["answer"] = str(record["answer"])
     return record
+
+
+def write_problems(output: Path, problems: dict[str, str]) -> str:
+    """Write problems by split into the folder ``data`` of a run; ValueError if it holds others, a run's or a user's."""
+    files.check_new_folder(output)
+    folder = output / "data"
+    owner_file = folder / ".of_a_run"
+    present = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("[!.]*")}
+    if present == problems:
+        return str(folder)
+    if files.is_run(output) or (present and not owner_file.exists()):
+        raise ValueError(f"--run.output_dir {output} has other problems: choose another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    owner_file.touch()
+    for split in SPLITS:  # also those of a call that failed before its run began
+        (folder / f"{split}.jsonl").unlink(missing_ok=True)
+        if split in problems:
+            files.write_text(folder / f"{split}.jsonl", problems[split])
+    return str(folder)
+
+
+def default_output(config: TrainConfig) -> str:
+    """Make a new folder for a run, such as runs/tiny-base-arithmetic-pspo-20260131-120000."""
+    model = Path(config.model.name_or_path).name
+    data = config.data.name.replace("/", "-")  # of a hub id
+    method = type(config.algorithm.surrogate).__name__.lower()
+    folder = f"runs/{model}-{data}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for suffix in count(1):
+        name = folder if suffix == 1 else f"{folder}-{suffix}"
+        with contextlib.suppress(FileExistsError):  # of another run that begins in this second
+            Path(name).mkdir(parents=True)
+            return name
