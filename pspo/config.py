@@ -1,7 +1,7 @@
-"""Configuration of training and evaluation: nested frozen dataclasses, one field per switch.
+"""Configuration of training and evaluation: nested frozen dataclasses, one field per switch, with its ``--help``.
 
-The defaults are the embedded default run, spelled out in ``configs/tiny.yaml``. The Args texts are the ``--help`` of
-the switches. A value out of range raises ValueError naming its switch, before any model is loaded.
+The defaults are the embedded default run, spelled out in ``configs/tiny.yaml``. A value out of range raises ValueError
+naming its switch, before any model is loaded.
 """
 
 import math
@@ -40,15 +40,13 @@ Fact = Literal[
 ]
 
 
-def switch(default: Any, *facts: Fact, **limits: float) -> Any:
-    """Field of a section: its default, or the class or function that makes it, and what holds for its switch.
+def switch(default: Any, text: str, *facts: Fact, compare: bool = True, **limits: float) -> Any:
+    """Field of a section: its default, or the class or function that makes it; its help; what holds for its switch.
 
     Limits of a number have the names of `COMPARISONS`: at_least=0.
     """
-    metadata = {"facts": facts, "limits": limits}
-    if callable(default):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
+    options = {"compare": compare, "metadata": {"text": text, "facts": facts, "limits": limits}}
+    return field(default_factory=default, **options) if callable(default) else field(default=default, **options)
 
 
 @dataclass(frozen=True)
@@ -78,17 +76,11 @@ class Section:
 
 @dataclass(frozen=True)
 class LoraConfig(Section, name="model.lora"):
-    """LoRA adapters: the model is frozen, and only small matrices next to its linear layers are trained.
+    """LoRA adapters: the model is frozen, and only small matrices next to its linear layers are trained."""
 
-    Args:
-        rank: rank of new adapters; 0 for none
-        alpha: new adapters' output is scaled by alpha / rank
-        target_modules: layers that get new adapters, by name or as a regular expression
-    """
-
-    rank: int = switch(0, at_least=0)
-    alpha: float = switch(32.0, above=0)
-    target_modules: str | list[str] = "all-linear"
+    rank: int = switch(0, "rank of new adapters; 0 for none", at_least=0)
+    alpha: float = switch(32.0, "new adapters' output is scaled by alpha / rank", above=0)
+    target_modules: str | list[str] = switch("all-linear", "layers with new adapters, by name or a regular expression")
     name_or_path = None  # no switch: `LoraFolder` has it
 
 
@@ -101,26 +93,17 @@ class LoraFolder(LoraConfig, name="model.lora"):
 
 @dataclass(frozen=True)
 class ModelConfig(Section, name="model"):
-    """Model and numerics.
+    """Model and numerics."""
 
-    Args:
-        name_or_path: embedded model (tiny-base, tiny-math, tiny-text), local folder (also of PEFT) or hub id
-        revision: branch, tag or commit on the hub
-        dtype: weights; auto is float32, but bfloat16 for the frozen ones under LoRA where autocast uses it
-        autocast: bf16 autocast over float32 weights; auto uses it on GPUs that support bf16
-        gradient_checkpointing: recompute activations in the backward pass: less memory, slower
-        attn_implementation: sdpa, eager, flash_attention_2, ...; unset, the choice of transformers
-        trust_remote_code: run Python code that comes with the model
-        lora: LoRA adapters, trained in place of the model
-    """
-
-    name_or_path: str = switch("tiny-base", "main", "path")
-    revision: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    autocast: Literal["auto", "bf16", "none"] = "auto"
-    gradient_checkpointing: bool = switch(False, "no setting")
-    attn_implementation: str | None = switch(None, "no setting")
-    trust_remote_code: bool = False
+    name_or_path: str = switch("tiny-base", "tiny-base, tiny-math, tiny-text, a folder or a hub id", "main", "path")
+    revision: str | None = switch(None, "branch, tag or commit on the hub")
+    dtype: Literal["auto", "float32", "bfloat16"] = switch(
+        "auto", "weights; auto is float32, but bfloat16 for the frozen ones under LoRA where autocast uses it"
+    )
+    autocast: Literal["auto", "bf16", "none"] = switch("auto", "bf16 over float32 weights; auto: on GPUs that have it")
+    gradient_checkpointing: bool = switch(False, "compute activations again: less memory, slower", "no setting")
+    attn_implementation: str | None = switch(None, "sdpa, eager, flash_attention_2; unset, transformers'", "no setting")
+    trust_remote_code: bool = switch(False, "run Python code that comes with the model")
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
@@ -131,36 +114,27 @@ class ModelConfig(Section, name="model"):
 
 @dataclass(frozen=True)
 class DataConfig(Section, name="data"):
-    """Problems and prompts.
+    """Problems and prompts."""
 
-    Args:
-        name: arithmetic, letters, sums, gsm8k, math, svamp, asdiv, a hub id, file (your own), or gsm8k+math
-        path: local file or folder, of your own unless another name is given; unset, the hub
-        hub: of a hub id, any of {config: main, revision: COMMIT, splits: {train: train_sft, test: test_sft}}
-        limit: number of problems of the split to use; unset, all
-        seed: shuffles the problems and draws the validation split
-        columns: with file or a hub id, columns of the problem (a text, or a chat as a list of turns; without prompt,
-            messages) and of the gold answer
-        answer_kind: gold answers are exact numbers, text, or none; unset, text if no answer of your file is a number,
-            else the source's own kind (mostly number)
-        holdout: share of a single split that becomes test; unset, a fifth of your file from 50 problems on if a run
-            tests, else 0
-        system_prompt: system message before every problem, "" for none; unset, the paper's if answers are numbers
-        chat_template: a Jinja file, or arguments such as {enable_thinking: false} of the model's own; saved with it
-        max_prompt_tokens: drop problems with longer prompts
-    """
-
-    name: str = switch("arithmetic", "main")
-    path: str | None = switch(None, "path", "free", "no setting")
-    hub: dict[str, str | dict[str, str]] = switch(dict, "mapping")
-    limit: int | None = switch(None, above=0)
-    seed: int = 0
-    columns: dict[str, str] = switch(lambda: {"prompt": "prompt", "answer": "answer"}, "mapping")
-    answer_kind: AnswerKind | None = None
-    holdout: float | None = switch(None, at_least=0, below=1)
-    system_prompt: str | None = None
-    chat_template: dict[str, Any] | str | None = switch(None, "path", "mapping")
-    max_prompt_tokens: int = switch(512, above=0)
+    name: str = switch("arithmetic", "or letters, sums, gsm8k, math, svamp, asdiv, gsm8k+math, a hub id, file", "main")
+    path: str | None = switch(None, "local file or folder; unset, the hub", "path", "free", "no setting")
+    hub: dict[str, str | dict[str, str]] = switch(
+        dict, "of a hub id {config: main, revision: COMMIT, splits: {train: train_sft, test: test_sft}}", "mapping"
+    )
+    limit: int | None = switch(None, "number of problems of the split to use; unset, all", above=0)
+    seed: int = switch(0, "shuffles the problems and draws the validation split")
+    columns: dict[str, str] = switch(
+        lambda: {"prompt": "prompt", "answer": "answer"}, "your columns of the problem and of its answer", "mapping"
+    )
+    answer_kind: AnswerKind | None = switch(None, "gold answers are exact numbers, text or none; unset, by the data")
+    holdout: float | None = switch(
+        None, "share of a single split that becomes test; unset, a fifth of 50 problems or more", at_least=0, below=1
+    )
+    system_prompt: str | None = switch(None, 'system message, "" for none; unset, the paper\'s if answers are numbers')
+    chat_template: dict[str, Any] | str | None = switch(
+        None, "a Jinja file, or arguments of the model's own such as {enable_thinking: false}", "path", "mapping"
+    )
+    max_prompt_tokens: int = switch(512, "drop problems with longer prompts", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,22 +159,15 @@ class DataConfig(Section, name="data"):
 
 @dataclass(frozen=True)
 class RewardConfig(Section, name="reward"):
-    """Reward: a weighted sum of functions.
+    """Reward: a weighted sum of functions."""
 
-    Args:
-        functions: built-in rewards by name, functions and classes of your own by import path (default: [MathReward])
-        weights: one weight per function; unset, all 1
-        timeout: seconds a function may take for the completions of one prompt; 0 for no limit
-        on_error: if a function fails: raise ends the run, none gives the completions of that prompt advantage 0
-        workers: processes that are given one prompt's completions at a time, and share no state of a function; 0 calls
-            functions in the training process
-    """
-
-    functions: list[Reward | Callable] = switch(lambda: [MathReward()], "main")
-    weights: list[float] | None = switch(None)
-    timeout: float = switch(0.0, "free", "no setting", at_least=0, below=2_000_000)
-    on_error: OnError = switch("raise", "free", "no setting")
-    workers: int = switch(0, "free", "no setting", at_least=0)
+    functions: list[Reward | Callable] = switch(lambda: [MathReward()], "rewards by name or import path", "main")
+    weights: list[float] | None = switch(None, "one weight per function; unset, all 1")
+    timeout: float = switch(
+        0.0, "seconds for the completions of one prompt; 0: no limit", "free", "no setting", at_least=0, below=2_000_000
+    )
+    on_error: OnError = switch("raise", "raise, or none: that prompt's advantages are 0", "free", "no setting")
+    workers: int = switch(0, "processes that call functions; 0: the training process", "free", "no setting", at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -215,86 +182,58 @@ class RewardConfig(Section, name="reward"):
 
 @dataclass(frozen=True)
 class RolloutConfig(Section, name="rollout"):
-    """Sampling of completions.
+    """Sampling of completions."""
 
-    Args:
-        prompts: prompts per rollout
-        group_size: completions per prompt; a group of 1 would always have advantage 0
-        max_completion_tokens: maximum length of a completion
-        stop_tokens: tokens that end a completion, such as <|im_end|>; unset, the model's, tokenizer's and template's
-        stop_strings: texts that end a completion, too, such as "Question:"
-        temperature: sampling temperature, also applied to every log-prob
-        top_p: nucleus sampling mass
-        top_k: sample from the k most likely tokens; 0 for all
-        max_rows: completions decoded at a time; unset, 256, or by the memory of a GPU; lower ones save memory, and draw
-            other tokens
-        decoder: pspo, graphs (the same as CUDA graphs), hf (the generate of transformers: slower), or auto: graphs on a
-            GPU where the model allows it, else pspo, else hf
-        engine: import path of a class that draws in place of the policy, such as pspo_vllm.VLLM; unset, the policy
-        environment: import path of a text environment that answers the model's turns; unset, one turn
-        lag: train on each rollout LAG rollouts after it was drawn: exactly the staleness of asynchronous training
-        resample: times that groups whose advantages are all 0 are replaced by fresh prompts' (DAPO's dynamic sampling)
-    """
-
-    prompts: int = switch(32, above=0)
-    group_size: int = switch(4, at_least=2)
-    max_completion_tokens: int = switch(128, above=0)
-    stop_tokens: list[str] | None = None
-    stop_strings: list[str] = field(default_factory=list)
-    temperature: float = switch(0.6, above=0)
-    top_p: float = switch(0.85, above=0, at_most=1)
-    top_k: int = switch(0, at_least=0)
-    max_rows: int | None = switch(None, "no setting", above=0)
-    decoder: Decoder = "auto"
-    engine: str | dict[str, Any] | None = switch(None, "class")
-    environment: str | dict[str, Any] | None = switch(None, "class")
-    lag: int = switch(0, at_least=0)
-    resample: int = switch(0, at_least=0)
+    prompts: int = switch(32, "prompts per rollout", above=0)
+    group_size: int = switch(4, "completions per prompt; a group of 1 would always have advantage 0", at_least=2)
+    max_completion_tokens: int = switch(128, "maximum length of a completion", above=0)
+    stop_tokens: list[str] | None = switch(None, "tokens that end a completion; unset, the model's and its template's")
+    stop_strings: list[str] = switch(list, 'texts that end a completion, too, such as "Question:"')
+    temperature: float = switch(0.6, "sampling temperature, also applied to every log-prob", above=0)
+    top_p: float = switch(0.85, "nucleus sampling mass", above=0, at_most=1)
+    top_k: int = switch(0, "sample from the k most likely tokens; 0 for all", at_least=0)
+    max_rows: int | None = switch(
+        None, "completions decoded at a time; unset, 256, or by the memory of a GPU", "no setting", above=0
+    )
+    decoder: Decoder = switch("auto", "pspo, graphs (CUDA graphs), hf (transformers); auto, the first that can draw")
+    engine: str | dict[str, Any] | None = switch(None, "class that draws, such as pspo_vllm.VLLM; unset, pspo", "class")
+    environment: str | dict[str, Any] | None = switch(None, "class that answers the model; unset, one turn", "class")
+    lag: int = switch(0, "train on each rollout LAG rollouts after it was drawn", at_least=0)
+    resample: int = switch(0, "times that groups without a signal are replaced (DAPO's dynamic sampling)", at_least=0)
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig(Section, name="algorithm"):
-    """Advantages and loss.
+    """Advantages and loss."""
 
-    Args:
-        surrogate: PSPO (the default), another class of pspo.losses, or the import path of your own
-        terms: more of the loss, after the surrogate: import paths of terms, of pspo.losses or your own
-        epochs: passes over each rollout
-        minibatches: optimizer steps per pass
-        shuffle: draw the minibatches anew in each pass after the first
-        aggregation: mean of the loss over tokens (dapo), sequences (grpo), the token limit (dr_grpo), or a function
-        advantages: reward - mean of its group (none), over a deviation (group, batch), rloo, maxrl, gdpo, or a function
-        beta: weight of the KL penalty to the reference model; without rewards above 0, on-policy distillation
-        kl_estimator: k1, k2 (gradient of KL(policy || reference)), k3 (of the reverse KL), unbiased_k3 (k3 times ratio)
-        reference: a model of the same vocabulary, named as model.name_or_path; unset, with beta, the initial model
-        reference_every: rollouts after which the policy becomes the reference, again and again; 0 for never
-        entropy_coef: weight of the entropy bonus
-        mask_truncated: exclude completions that hit the token limit from the loss
-        nucleus: log-probs over all tokens (ignore), or renormalised over the nucleus that each was drawn from (replay)
-        ratio_to: with a lag, the old policy: which drew the rollout (behaviour), or that before the update (proximal)
-        correction: truncate or mask weights old / sampler probability, or a function; unset, as an engine needs it
-        correction_cap: largest correction weight
-        correction_floor: smallest correction weight
-    """
-
-    surrogate: losses.Surrogate = switch(losses.PSPO, "main")
-    terms: list[losses.Term | Callable] = field(default_factory=list)
-    epochs: int = switch(2, above=0)
-    minibatches: int = switch(1, above=0)
-    shuffle: bool = False
-    aggregation: losses.Aggregation | Callable = "dapo"
-    advantages: Advantages | Callable = switch("none")
-    beta: float = switch(0.0, at_least=0)
-    kl_estimator: losses.KLEstimator = "k3"
-    reference: str | None = switch(None, "path")
-    reference_every: int = switch(0, at_least=0)
-    entropy_coef: float = switch(0.0, at_least=0)
-    mask_truncated: bool = False
-    nucleus: Literal["ignore", "replay"] = "ignore"
-    ratio_to: Literal["behaviour", "proximal"] = "behaviour"
-    correction: losses.Correction | Callable | None = field(default=None, compare=False)
-    correction_cap: float = switch(3.0, above=0)
-    correction_floor: float = switch(0.0, at_least=0)
+    surrogate: losses.Surrogate = switch(losses.PSPO, "a class of pspo.losses, or the import path of your own", "main")
+    terms: list[losses.Term | Callable] = switch(list, "import paths of what comes after the surrogate in the loss")
+    epochs: int = switch(2, "passes over each rollout", above=0)
+    minibatches: int = switch(1, "optimizer steps per pass", above=0)
+    shuffle: bool = switch(False, "draw the minibatches anew in each pass after the first")
+    aggregation: losses.Aggregation | Callable = switch(
+        "dapo", "mean over tokens (dapo), sequences (grpo), the token limit (dr_grpo), or a function"
+    )
+    advantages: Advantages | Callable = switch(
+        "none", "reward - mean of its group (none), over a deviation (group, batch), rloo, maxrl, gdpo, or a function"
+    )
+    beta: float = switch(0.0, "weight of the KL penalty to the reference model", at_least=0)
+    kl_estimator: losses.KLEstimator = switch("k3", "k1, k2, k3, or unbiased_k3 (k3 times ratio)")
+    reference: str | None = switch(None, "a model of the same vocabulary; unset, with beta, the initial model", "path")
+    reference_every: int = switch(0, "rollouts after which the policy becomes the reference; 0: never", at_least=0)
+    entropy_coef: float = switch(0.0, "weight of the entropy bonus", at_least=0)
+    mask_truncated: bool = switch(False, "exclude completions that hit the token limit from the loss")
+    nucleus: Literal["ignore", "replay"] = switch(
+        "ignore", "log-probs over all tokens, or (replay) over the nucleus that each was drawn from"
+    )
+    ratio_to: Literal["behaviour", "proximal"] = switch(
+        "behaviour", "with a lag, the old policy: that drew the rollout, or (proximal) that before the update"
+    )
+    correction: losses.Correction | Callable | None = switch(
+        None, "weights old / sampler probability, or a function; unset, as an engine needs it", compare=False
+    )
+    correction_cap: float = switch(3.0, "largest correction weight", above=0)
+    correction_floor: float = switch(0.0, "smallest correction weight", at_least=0)
     effective_correction: losses.Correction | Callable = field(init=False)  # no switch: `TrainConfig` sets it
 
     def __post_init__(self) -> None:
@@ -327,72 +266,53 @@ class AlgorithmConfig(Section, name="algorithm"):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section, name="optimizer"):
-    """Optimizer and batch size in memory.
+    """Optimizer and batch size in memory."""
 
-    Args:
-        name: adamw, adamw8bit (moments in 8 bits), paged_adamw8bit (which move to CPU memory), or sgd without momentum
-        lr: peak learning rate (default: 3e-5 for models as small as the embedded, else the paper's 1e-6; LoRA: x 10)
-        options: arguments of the optimizer's class, such as {betas: [0.9, 0.95], weight_decay: 0.1}
-        warmup_steps: optimizer steps of linear warm-up, from 0
-        schedule: learning rate after the warm-up: constant, or to 0 at run.max_steps (linear, cosine)
-        max_grad_norm: clip gradients to this global norm; 0 for no clipping
-        microbatch_tokens: tokens per forward and backward pass; unset, 4096, or by the memory of a GPU; changes the
-            result by rounding alone
-    """
-
-    name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = "adamw"
-    lr: float | None = switch(None, above=0)
-    options: dict[str, Any] = switch(dict, "mapping")
-    warmup_steps: int = switch(0, at_least=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    max_grad_norm: float = switch(1.0, at_least=0)
-    microbatch_tokens: int | None = switch(None, "no setting", above=0)
+    name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = switch("adamw", "its class; sgd has no momentum")
+    lr: float | None = switch(
+        None, "peak rate; unset, 3e-5 for models of the embedded's size, else 1e-6; LoRA: x 10", above=0
+    )
+    options: dict[str, Any] = switch(dict, "arguments of the optimizer's class: {weight_decay: 0.1}", "mapping")
+    warmup_steps: int = switch(0, "optimizer steps of linear warm-up, from 0", at_least=0)
+    schedule: Literal["constant", "linear", "cosine"] = switch(
+        "constant", "rate after the warm-up; linear and cosine end at 0 at run.max_steps"
+    )
+    max_grad_norm: float = switch(1.0, "clip gradients to this global norm; 0 for no clipping", at_least=0)
+    microbatch_tokens: int | None = switch(
+        None, "tokens per pass; unset, 4096, or by the memory of a GPU; changes rounding alone", "no setting", above=0
+    )
 
 
 @dataclass(frozen=True)
 class RunConfig(Section, name="run"):
-    """Length of the run, evaluation, checkpoints and logs.
+    """Length of the run, evaluation, checkpoints and logs."""
 
-    Args:
-        output_dir: folder of the run (default: runs/<model>-<data>-<surrogate>-<time>)
-        fork_from: start where another run was: its checkpoint, or its folder for the newest one
-        seed: seed of sampling and of the order of prompts
-        max_steps: optimizer steps
-        max_tokens: end earlier, after MAX_TOKENS prompt and completion tokens; unset, no limit
-        validate_every: optimizer steps between validations; 0 for none
-        validation_limit: validation problems
-        test_limit: test problems evaluated before and after training; 0 for none
-        save_every: optimizer steps between checkpoints; 0 saves only at the end
-        keep: newest checkpoints to keep, besides the best model
-        record_tokens: groups per rollout whose completions are written to samples.jsonl, tokens to tokens.parquet
-        quiet: print warnings, errors and the result, but no header and no progress
-        tracker: also log metrics to tensorboard, wandb or trackio (pip install 'pspo[wandb]')
-    """
-
-    output_dir: str | None = switch(None, "path", "free", "no setting")
-    fork_from: str | None = switch(None, "path", "no setting")
-    seed: int = switch(0, "no setting", at_least=0, below=2**32)
-    max_steps: int = switch(100, "may grow", above=0)
-    max_tokens: int | None = switch(None, "may grow", above=0)
-    validate_every: int = switch(20, "no setting", at_least=0)
-    validation_limit: int = switch(128, "no setting", above=0)
-    test_limit: int = switch(500, "no setting", at_least=0)
-    save_every: int = switch(50, "free", "no setting", at_least=0)
-    keep: int = switch(2, "free", "no setting", above=0)
-    record_tokens: int = switch(2, "no setting", at_least=0)
-    quiet: bool = switch(False, "free", "no setting")
-    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = switch("none", "free", "no setting")
+    output_dir: str | None = switch(
+        None, "folder; unset, runs/<model>-<data>-<surrogate>-<time>", "path", "free", "no setting"
+    )
+    fork_from: str | None = switch(None, "start at a checkpoint of another run, or its newest", "path", "no setting")
+    seed: int = switch(0, "of sampling and the order of prompts", "no setting", at_least=0, below=2**32)
+    max_steps: int = switch(100, "optimizer steps", "may grow", above=0)
+    max_tokens: int | None = switch(None, "end after as many prompt and completion tokens", "may grow", above=0)
+    validate_every: int = switch(20, "optimizer steps between validations; 0 for none", "no setting", at_least=0)
+    validation_limit: int = switch(128, "validation problems", "no setting", above=0)
+    test_limit: int = switch(500, "test problems before and after training; 0 for none", "no setting", at_least=0)
+    save_every: int = switch(50, "steps between checkpoints; 0: at the end alone", "free", "no setting", at_least=0)
+    keep: int = switch(2, "newest checkpoints to keep, besides the best model", "free", "no setting", above=0)
+    record_tokens: int = switch(2, "groups per rollout whose texts and tokens are written", "no setting", at_least=0)
+    quiet: bool = switch(False, "print warnings, errors and the result alone", "free", "no setting")
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = switch(
+        "none", "also log metrics there (pip install 'pspo[wandb]')", "free", "no setting"
+    )
 
 
 @dataclass(frozen=True)
 class DistributedConfig(Section, name="distributed"):
-    """Several GPUs: one process each, started by torchrun.
+    """Several GPUs: one process each, started by torchrun."""
 
-    Args:
-        strategy: none for one process; ddp replicates the model on every rank; fsdp2 shards it
-    """
-
-    strategy: Literal["none", "ddp", "fsdp2"] = switch("none", "no setting")
+    strategy: Literal["none", "ddp", "fsdp2"] = switch(
+        "none", "none for one process; ddp replicates the model on every rank, fsdp2 shards it", "no setting"
+    )
 
 
 @dataclass(frozen=True)
@@ -474,29 +394,17 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig(Section, name="eval"):
-    """Sampling of completions and the split they are evaluated on.
+    """Sampling of completions and the split they are evaluated on."""
 
-    Args:
-        split: train, validation or test
-        temperatures: list of temperatures, each evaluated; 0 is greedy
-        samples: completions per problem at temperatures above 0
-        top_p: nucleus sampling mass
-        max_completion_tokens: maximum length of a completion
-        stop_tokens: tokens that end a completion, such as <|im_end|>; unset, the model's, tokenizer's and template's
-        stop_strings: texts that end a completion, too, such as "Question:"
-        max_tokens: tokens decoded at a time, prompts included; fewer save memory, and change which samples are drawn
-        environment: import path of a text environment, as in training
-    """
-
-    split: Literal["train", "validation", "test"] = switch("test")
-    temperatures: list[float] = switch(lambda: [0.0])
-    samples: int = switch(1, above=0)
-    top_p: float = switch(1.0, above=0, at_most=1)
-    max_completion_tokens: int = switch(128, above=0)
-    stop_tokens: list[str] | None = None
-    stop_strings: list[str] = field(default_factory=list)
-    max_tokens: int = switch(65_536, above=0)
-    environment: str | dict[str, Any] | None = switch(None, "class")
+    split: Literal["train", "validation", "test"] = switch("test", "train, validation or test")
+    temperatures: list[float] = switch(lambda: [0.0], "temperatures, each evaluated; 0 is greedy")
+    samples: int = switch(1, "completions per problem at temperatures above 0", above=0)
+    top_p: float = switch(1.0, "nucleus sampling mass", above=0, at_most=1)
+    max_completion_tokens: int = switch(128, "maximum length of a completion", above=0)
+    stop_tokens: list[str] | None = switch(None, "tokens that end a completion; unset, the model's and its template's")
+    stop_strings: list[str] = switch(list, 'texts that end a completion, too, such as "Question:"')
+    max_tokens: int = switch(65_536, "tokens decoded at a time; fewer save memory, and draw other samples", above=0)
+    environment: str | dict[str, Any] | None = switch(None, "environment's class, as in training", "class")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -507,17 +415,11 @@ class EvalConfig(Section, name="eval"):
 
 @dataclass(frozen=True)
 class EvalRunConfig(Section, name="run"):
-    """Output folder and seed.
+    """Output folder and seed."""
 
-    Args:
-        output_dir: new folder for results.json and completions.jsonl
-        seed: seed of sampling
-        quiet: print no progress
-    """
-
-    output_dir: str = switch("evaluation", "path")
-    seed: int = switch(0, at_least=0, below=2**32)
-    quiet: bool = False
+    output_dir: str = switch("evaluation", "folder; an unfinished evaluation in it is resumed", "path")
+    seed: int = switch(0, "of sampling", at_least=0, below=2**32)
+    quiet: bool = switch(False, "print no progress")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from pspo.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PREVIOUS_HANDLERS: list[dict[int, Any]] = []  # that were replaced in this process, the outermost first
-_fork = threading.local()  # of this thread's fork: the mask of signals before it
 
 
 def end_with_parent() -> None:
@@ -60,29 +59,26 @@ class StopSignals:
             raise self.error
 
 
-def before_fork() -> None:
-    """Block the signals, so that one sent to a child waits until the child has its own handlers."""
-    _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    _fork.in_main_thread = threading.current_thread() is threading.main_thread()
-
-
-def unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _fork.mask)
+def unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def restore_in_child() -> None:
     """Give a fork the handlers from before `replace_handlers`, so that a `multiprocessing.Pool` works.
 
-    It ends with its parent, and ignores the first Ctrl-C, which a terminal sends to both.
+    It ignores the first Ctrl-C, which a terminal sends to both.
     """
     if PREVIOUS_HANDLERS:
         previous = PREVIOUS_HANDLERS[0]
         PREVIOUS_HANDLERS.clear()
         signal.signal(signal.SIGTERM, previous[signal.SIGTERM])
         signal.signal(signal.SIGINT, lambda number, _: signal.signal(number, previous[number]))
-        if _fork.in_main_thread:  # others may end before the process
-            end_with_parent()
-    unblock_signals()
+    unblock()
 
 
-os.register_at_fork(before=before_fork, after_in_parent=unblock_signals, after_in_child=restore_in_child)
+def before_fork() -> None:
+    """Block the signals, so that one sent to a child waits until the child has its own handlers."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+os.register_at_fork(before=before_fork, after_in_parent=unblock, after_in_child=restore_in_child)

@@ -29,7 +29,7 @@ class Search(Section, name="search"):
     """
 
     seeds: list[int]
-    keep: int = switch(MISSING, above=0)
+    keep: int = switch(MISSING, "best settings of a method that are confirmed", above=0)
     confirm_seeds: list[int]
     switches: Switches = field(default_factory=dict)  # differences from a full run, its length above all
 
@@ -55,31 +55,18 @@ class Experiment:
 
 @dataclass(frozen=True)
 class SweepConfig(Section):
-    """Train and evaluate many settings.
+    """Train and evaluate many settings."""
 
-    Args:
-        experiments: by name; pspo_lab/sweep_plan.py documents their fields.
-        output: the sweep's folder; runs that are finished there are skipped.
-        only: names of the experiments to run; unset, all.
-        workers: runs at a time; unset, one per GPU (or per `processes` GPUs), or one.
-        processes: of each run, started by torchrun, a GPU each; above 1, `shared` needs distributed.strategy.
-        launcher: command that runs {command}, one word, and waits, as "srun sh -c {command}"; unset, runs start here.
-        retry_failed: run failed runs again.
-        dry_run: print settings and runs, what the seeds can detect, and the hours; run nothing.
-        pilot: folder of runs, as of a small sweep, from which a dry run takes the noise floor and the time of a step.
-        sd: noise floor, without a pilot: standard deviation, in points, of the difference of two seeds of a setting.
-    """
-
-    experiments: dict[str, Experiment]
-    output: str
-    only: list[str] | None = None
-    workers: int | None = switch(None, above=0)
-    processes: int = switch(1, above=0)
-    launcher: str | None = None
-    retry_failed: bool = False
-    dry_run: bool = False
-    pilot: str | None = None
-    sd: float | None = switch(None, above=0)
+    experiments: dict[str, Experiment] = switch(MISSING, "by name; pspo_lab/sweep_plan.py documents their fields")
+    output: str = switch(MISSING, "the sweep's folder; runs that are finished there are skipped")
+    only: list[str] | None = switch(None, "names of the experiments to run; unset, all")
+    workers: int | None = switch(None, "runs at a time; unset, one for each (or `processes`) of the GPUs", above=0)
+    processes: int = switch(1, "of each run, a GPU each; above 1, `shared` needs distributed.strategy", above=0)
+    launcher: str | None = switch(None, 'command that runs {command}, one word, and waits: "srun sh -c {command}"')
+    retry_failed: bool = switch(False, "run failed runs again")
+    dry_run: bool = switch(False, "print settings and runs, what the seeds can detect, and the hours; run nothing")
+    pilot: str | None = switch(None, "folder of runs that gives a dry run the noise floor and the time of a step")
+    sd: float | None = switch(None, "without a pilot: SD of the difference of two seeds in points", above=0)
 
 
 @dataclass(frozen=True)

@@ -20,25 +20,15 @@ from pspo_vllm.vllm import VLLM_VARIABLES, require_vllm, vllm_options
 
 @dataclass(frozen=True)
 class ServeConfig(Section):
-    """Start a vLLM server that draws rollouts for a trainer.
-
-    Args:
-        model: as in training
-        host: address to listen on; 0.0.0.0 for all, in a network where nobody else may send it weights
-        port: port to listen on
-        gpus: number of GPUs, over which it splits the model (tensor parallel)
-        max_tokens: most tokens of a prompt and its completion together
-        max_rows: completions decoded at a time
-        arguments: more arguments for vLLM's own server, such as ["--dtype=float32"]
-    """
+    """Start a vLLM server that draws rollouts for a trainer."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    host: str = "127.0.0.1"
-    port: int = 8000
-    gpus: int = switch(1, above=0)
-    max_tokens: int = 1024
-    max_rows: int = 256
-    arguments: list[str] = field(default_factory=list)
+    host: str = switch("127.0.0.1", "address; 0.0.0.0 for all, in a network where nobody else may send it weights")
+    port: int = switch(8000, "port to listen on")
+    gpus: int = switch(1, "number of GPUs, over which it splits the model (tensor parallel)", above=0)
+    max_tokens: int = switch(1024, "most tokens of a prompt and its completion together")
+    max_rows: int = switch(256, "completions decoded at a time")
+    arguments: list[str] = switch(list, 'more arguments for vLLM\'s own server, such as ["--dtype=float32"]')
 
 
 def serve(config: ServeConfig) -> None:

@@ -323,7 +323,7 @@ def test_a_reader_that_has_ended_ends_the_command_quietly(words):
     command = [sys.executable, "-m", *words]
     done = subprocess.run(command, env=ENVIRONMENT, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert (done.returncode, done.stderr) == (1, b"the reader of the output has ended\n")
 
 
 @pytest.mark.slow

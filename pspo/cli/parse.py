@@ -5,15 +5,13 @@ hold the same fields by section. What is given later overrides. `pspo.cli.values
 """
 
 import difflib
-import inspect
 import os
-import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar
 
 from pspo.cli.files import Settings, argument_text, read_yaml, to_yaml
 from pspo.cli.values import Word, as_list, from_word, plain, read
@@ -43,7 +41,7 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], given: S
         print_help(config_class, prog, dict(pairs)["help"] or "")
         raise SystemExit(0)
     switches = find_switches(config_class)
-    values = default_values(switches)
+    values: dict[str, Any] = {}
     put_words(values, pairs, switches)
     put_all(values, given, switches)
     config = build(config_class, values)
@@ -77,14 +75,10 @@ def resolve(config: C) -> C:
     return replace(config, data=replace(data, holdout=data.holdout or 0.0), run=run)
 
 
-def default_values(switches: dict[str, Field]) -> dict[str, Any]:
-    """The defaults by switch, as YAML has them."""
-    values = {}
-    for switch, part in switches.items():
-        default = part.default if part.default_factory is MISSING else part.default_factory()
-        if default is not MISSING:
-            values[switch] = plain(default)
-    return values
+def default_of(part: Field) -> Any:
+    """A switch's default, as YAML has it; None if it must be given."""
+    default = part.default if part.default_factory is MISSING else part.default_factory()
+    return None if default is MISSING else plain(default)
 
 
 def build(config_class: type[C], values: dict[str, Any], prefix: str = "") -> C:
@@ -96,7 +90,7 @@ def build(config_class: type[C], values: dict[str, Any], prefix: str = "") -> C:
             parts[part.name] = build(part.type, values, f"{switch}.")
         elif switch in values:
             parts[part.name] = read(part.type, values[switch], switch)
-        elif part.init:
+        elif part.default is part.default_factory is MISSING:
             raise ValueError(f"--{switch} must be given")
     return config_class(**parts)
 
@@ -128,21 +122,23 @@ def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], s
         if owner is None and name != "config":
             raise ValueError(unknown_switch(name, switches))
         if text is None and (owner != name or switches[name].type is not bool):
-            raise ValueError(f"argument --{name}: expected one argument")
-        word = Word("true" if text is None else text)
+            raise ValueError(f"--{name} needs a value")
         if name == "config":
             path = local_path(text)
             put_all(values, read_yaml(path if path.exists() else METHODS.get(text.lower(), path)), switches)
-        elif switch != owner:
+            continue
+        word = Word("true" if text is None else text)
+        kind = switches[owner].type
+        old = values[owner] if owner in values else default_of(switches[owner])
+        if switch != owner:
             with_arguments.add(owner)
-            put_below(values, owner, switch.removeprefix(f"{owner}.").split("."), word)
+            values[owner] = with_item(old, switch.removeprefix(f"{owner}.").split("."), word, owner)
         elif owner in with_arguments:
             raise ValueError(f"--{owner} must stand before its arguments")
-        elif get_origin(switches[owner].type) is list or name.endswith("+"):
-            old = as_list(switches[owner].type, values[owner], owner) if name.endswith("+") else []
-            values[owner] = [*old, *as_list(switches[owner].type, word, owner)]
+        elif name.endswith("+"):
+            values[owner] = [*as_list(kind, old, owner), *as_list(kind, word, owner)]
         else:
-            values[owner] = from_word(switches[owner].type, word, owner)
+            values[owner] = from_word(kind, word, owner)
 
 
 def put_all(values: dict[str, Any], given: Mapping[str, Any], switches: dict[str, Field], prefix: str = "") -> None:
@@ -159,15 +155,13 @@ def put_all(values: dict[str, Any], given: Mapping[str, Any], switches: dict[str
             put_all(values, value, switches, f"{switch}.")
 
 
-def put_below(values: dict[str, Any], switch: str, names: Sequence[str], word: Word) -> None:
-    """Put a word below a switch: an item of its mapping, or an argument of its class, the last one of a list."""
-    old = values[switch]
+def with_item(old: Any, names: Sequence[str], word: Word, switch: str) -> Any:
+    """A switch's value with an item of its mapping, or with an argument of its class, of the last one of a list."""
     if switch in switches_with("mapping"):
-        values[switch] = below(old, names, word)
-        return
-    *others, last = old if isinstance(old, list) and old else [old]
-    spec = below({"class_path": last} if isinstance(last, str) else last, ["init_args", *names], word)
-    values[switch] = [*others, spec] if isinstance(old, list) else spec
+        return below(old, names, word)
+    if isinstance(old, list) and old:
+        return [*old[:-1], with_item(old[-1], names, word, switch)]
+    return below({"class_path": old} if isinstance(old, str) else old, ["init_args", *names], word)
 
 
 def below(mapping: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
@@ -187,31 +181,13 @@ def unknown_switch(name: str, switches: dict[str, Field]) -> str:
 
 def print_help(config_class: type, prog: str, section: str) -> None:
     """Print what each switch is, or each of a section."""
-    defaults = default_values(find_switches(config_class))
-    texts = {"print_config": "print the configuration as YAML and exit"}
+    texts = {"print_config": "print the configuration as YAML and exit", "help": "of all switches, or of a SECTION"}
     texts["config"] = f"YAML file, or {', '.join(METHODS)}; later switches override it"
-    print(f"usage: {prog} [--config FILE] [--SWITCH VALUE ...]\n\n{inspect.getdoc(config_class).splitlines()[0]}")
-    print("--help SECTION, such as --help rollout, shows the switches of a section.")
-    before = None
-    for switch, text in (texts | switch_texts(config_class)).items():
-        if not switch.startswith(section):
-            continue
-        if switch.rpartition(".")[0] != before:
-            before = switch.rpartition(".")[0]
-            print()
-        default = argument_text(defaults.get(switch))
-        if default != "null" and len(default) < 40:
-            text = f"{text} (default: {default})"
-        print(textwrap.fill(text, 110, initial_indent=f"  --{switch:<30} ", subsequent_indent=" " * 35))
-
-
-def switch_texts(config_class: type, prefix: str = "") -> dict[str, str]:
-    """What the docstrings say of each switch."""
-    texts = {}
-    documented = dict(re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", inspect.getdoc(config_class), re.MULTILINE))
-    for part in fields(config_class):
-        if is_dataclass(part.type):
-            texts |= switch_texts(part.type, f"{prefix}{part.name}.")
-        elif part.init:
-            texts[f"{prefix}{part.name}"] = " ".join(documented[part.name].split())
-    return texts
+    for switch, part in find_switches(config_class).items():
+        default = argument_text(default_of(part))
+        is_said = default != "null" and len(default) < 40
+        texts[switch] = part.metadata["text"] + (f" (default: {default})" if is_said else "")
+    print(f"usage: {prog} [--config FILE] [--SWITCH VALUE ...]\n\n{config_class.__doc__}\n")
+    for switch, text in texts.items():
+        if switch.startswith(section):
+            print(textwrap.fill(text, 110, initial_indent=f"  --{switch:<30} ", subsequent_indent=" " * 35))

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import select
 import sys
 import time
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ def printable(text: str) -> str:
 
 @contextlib.contextmanager
 def quiet_without_reader() -> Iterator[None]:
-    """End a command quietly, with code 1, where the reader of its output has ended, as `head` does.
+    """End a command by code 1 where the reader of its output has ended, as `head` does.
 
     Printing never raises: a character that the encoding of stdout lacks is escaped.
     """
@@ -43,12 +42,8 @@ def quiet_without_reader() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        output = select.poll()
-        output.register(sys.stdout.fileno())
-        if not any(event & select.POLLERR for _, event in output.poll(0)):
-            raise  # of another pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the end
-        raise SystemExit(1) from None
+        raise SystemExit("the reader of the output has ended") from None
 
 
 def print_timed(text: str, quiet: bool = False) -> None:
@@ -82,10 +77,9 @@ class Bar(tqdm):
         seconds = time.monotonic() - self.started
         left = seconds / max(self.n - self.first, 1) * (self.total - self.n)  # at the speed so far
         times = f"{self.format_interval(seconds)} elapsed, {self.format_interval(left)} left"
-        parts = [times, status.partition("  ")[0]]
-        self.set_postfix_str(", ".join(part for part in parts if part))
+        self.set_postfix_str(", ".join(filter(None, [times, status.partition("  ")[0]])))
         shortest, longest = SECONDS
         if always or seconds - self.printed >= min(max(shortest, seconds / 20), longest):
             self.printed = seconds
             parts = [f"{self.name} {self.n}/{self.total}", times, status]
-            print_timed("  ".join(part for part in parts if part), self.quiet)
+            print_timed("  ".join(filter(None, parts)), self.quiet)

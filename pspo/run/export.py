@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from pspo.cli.parse import parse
-from pspo.config import LoraConfig, ModelConfig
+from pspo.config import LoraConfig, ModelConfig, switch
 from pspo.model import load_policy, load_tokenizer
 from pspo.model.adapters import merged_weights, read_adapters
 from pspo.model.find import resolve_adapters
@@ -25,15 +25,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Merge LoRA adapters into their model.
-
-    Args:
-        model: the adapters' PEFT folder, as --model.name_or_path
-        output_dir: folder of the merged model
-    """
+    """Merge LoRA adapters into their model."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    output_dir: str = "merged"
+    output_dir: str = switch("merged", "folder of the merged model")
 
 
 def export(config: ExportConfig) -> None:
