@@ -5,7 +5,6 @@ import os
 import sys
 
 from pspo import __version__
-from pspo.cli.terminal import quiet_without_reader
 
 COMMANDS = {
     "train": ("pspo.train", "train a model"),
@@ -21,11 +20,6 @@ COMMANDS = {
 
 def main() -> None:
     """Run a command."""
-    with quiet_without_reader():
-        run_command()
-
-
-def run_command() -> None:
     command, *args = sys.argv[1:] or ["--help"]
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's own losses and rewards lie there; `python -m` does the same

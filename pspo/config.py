@@ -97,9 +97,7 @@ class ModelConfig(Section, name="model"):
 
     name_or_path: str = switch("tiny-base", "tiny-base, tiny-math, tiny-text, a folder or a hub id", "main", "path")
     revision: str | None = switch(None, "branch, tag or commit on the hub")
-    dtype: Literal["auto", "float32", "bfloat16"] = switch(
-        "auto", "weights; auto is float32, but bfloat16 for the frozen ones under LoRA where autocast uses it"
-    )
+    dtype: Literal["auto", "float32", "bfloat16"] = switch("auto", "weights; auto: float32, frozen ones bfloat16")
     autocast: Literal["auto", "bf16", "none"] = switch("auto", "bf16 over float32 weights; auto: on GPUs that have it")
     gradient_checkpointing: bool = switch(False, "compute activations again: less memory, slower", "no setting")
     attn_implementation: str | None = switch(None, "sdpa, eager, flash_attention_2; unset, transformers'", "no setting")
@@ -118,22 +116,14 @@ class DataConfig(Section, name="data"):
 
     name: str = switch("arithmetic", "or letters, sums, gsm8k, math, svamp, asdiv, gsm8k+math, a hub id, file", "main")
     path: str | None = switch(None, "local file or folder; unset, the hub", "path", "free", "no setting")
-    hub: dict[str, str | dict[str, str]] = switch(
-        dict, "of a hub id {config: main, revision: COMMIT, splits: {train: train_sft, test: test_sft}}", "mapping"
-    )
+    hub: dict[str, str | dict[str, str]] = switch(dict, "config, revision, and splits: {train: NAME, ...}", "mapping")
     limit: int | None = switch(None, "number of problems of the split to use; unset, all", above=0)
     seed: int = switch(0, "shuffles the problems and draws the validation split")
-    columns: dict[str, str] = switch(
-        lambda: {"prompt": "prompt", "answer": "answer"}, "your columns of the problem and of its answer", "mapping"
-    )
+    columns: dict[str, str] = switch(dict, "your names of the columns prompt and answer", "mapping")
     answer_kind: AnswerKind | None = switch(None, "gold answers are exact numbers, text or none; unset, by the data")
-    holdout: float | None = switch(
-        None, "share of a single split that becomes test; unset, a fifth of 50 problems or more", at_least=0, below=1
-    )
+    holdout: float | None = switch(None, "share of a single split for the test; unset, a fifth", at_least=0, below=1)
     system_prompt: str | None = switch(None, 'system message, "" for none; unset, the paper\'s if answers are numbers')
-    chat_template: dict[str, Any] | str | None = switch(
-        None, "a Jinja file, or arguments of the model's own such as {enable_thinking: false}", "path", "mapping"
-    )
+    chat_template: dict[str, Any] | str | None = switch(None, "a Jinja file, or arguments", "path", "mapping")
     max_prompt_tokens: int = switch(512, "drop problems with longer prompts", above=0)
 
     def __post_init__(self) -> None:
@@ -163,9 +153,7 @@ class RewardConfig(Section, name="reward"):
 
     functions: list[Reward | Callable] = switch(lambda: [MathReward()], "rewards by name or import path", "main")
     weights: list[float] | None = switch(None, "one weight per function; unset, all 1")
-    timeout: float = switch(
-        0.0, "seconds for the completions of one prompt; 0: no limit", "free", "no setting", at_least=0, below=2_000_000
-    )
+    timeout: float = switch(0.0, "seconds for a prompt's completions; 0: no limit", "free", "no setting", at_least=0)
     on_error: OnError = switch("raise", "raise, or none: that prompt's advantages are 0", "free", "no setting")
     workers: int = switch(0, "processes that call functions; 0: the training process", "free", "no setting", at_least=0)
 
@@ -192,9 +180,7 @@ class RolloutConfig(Section, name="rollout"):
     temperature: float = switch(0.6, "sampling temperature, also applied to every log-prob", above=0)
     top_p: float = switch(0.85, "nucleus sampling mass", above=0, at_most=1)
     top_k: int = switch(0, "sample from the k most likely tokens; 0 for all", at_least=0)
-    max_rows: int | None = switch(
-        None, "completions decoded at a time; unset, 256, or by the memory of a GPU", "no setting", above=0
-    )
+    max_rows: int | None = switch(None, "completions decoded at a time; unset, by memory", "no setting", above=0)
     decoder: Decoder = switch("auto", "pspo, graphs (CUDA graphs), hf (transformers); auto, the first that can draw")
     engine: str | dict[str, Any] | None = switch(None, "class that draws, such as pspo_vllm.VLLM; unset, pspo", "class")
     environment: str | dict[str, Any] | None = switch(None, "class that answers the model; unset, one turn", "class")
@@ -211,30 +197,20 @@ class AlgorithmConfig(Section, name="algorithm"):
     epochs: int = switch(2, "passes over each rollout", above=0)
     minibatches: int = switch(1, "optimizer steps per pass", above=0)
     shuffle: bool = switch(False, "draw the minibatches anew in each pass after the first")
-    aggregation: losses.Aggregation | Callable = switch(
-        "dapo", "mean over tokens (dapo), sequences (grpo), the token limit (dr_grpo), or a function"
-    )
-    advantages: Advantages | Callable = switch(
-        "none", "reward - mean of its group (none), over a deviation (group, batch), rloo, maxrl, gdpo, or a function"
-    )
+    aggregation: losses.Aggregation | Callable = switch("dapo", "dapo, grpo, dr_grpo, or a function")
+    advantages: Advantages | Callable = switch("none", "none, group, batch, rloo, maxrl, gdpo, or a function")
     beta: float = switch(0.0, "weight of the KL penalty to the reference model", at_least=0)
     kl_estimator: losses.KLEstimator = switch("k3", "k1, k2, k3, or unbiased_k3 (k3 times ratio)")
     reference: str | None = switch(None, "a model of the same vocabulary; unset, with beta, the initial model", "path")
     reference_every: int = switch(0, "rollouts after which the policy becomes the reference; 0: never", at_least=0)
     entropy_coef: float = switch(0.0, "weight of the entropy bonus", at_least=0)
     mask_truncated: bool = switch(False, "exclude completions that hit the token limit from the loss")
-    nucleus: Literal["ignore", "replay"] = switch(
-        "ignore", "log-probs over all tokens, or (replay) over the nucleus that each was drawn from"
-    )
-    ratio_to: Literal["behaviour", "proximal"] = switch(
-        "behaviour", "with a lag, the old policy: that drew the rollout, or (proximal) that before the update"
-    )
-    correction: losses.Correction | Callable | None = switch(
-        None, "weights old / sampler probability, or a function; unset, as an engine needs it", compare=False
-    )
+    nucleus: Literal["ignore", "replay"] = switch("ignore", "replay: log-probs over what each token was drawn from")
+    ratio_to: Literal["behaviour", "proximal"] = switch("behaviour", "proximal: to the policy before the update")
+    correction: losses.Correction | Callable | None = switch(None, "weight by old / sampler probability", compare=False)
     correction_cap: float = switch(3.0, "largest correction weight", above=0)
     correction_floor: float = switch(0.0, "smallest correction weight", at_least=0)
-    effective_correction: losses.Correction | Callable = field(init=False)  # no switch: `TrainConfig` sets it
+    effective_correction: losses.Correction | Callable = field(default="none", init=False)  # `TrainConfig` sets it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "effective_correction", self.correction or "none")
@@ -269,27 +245,19 @@ class OptimizerConfig(Section, name="optimizer"):
     """Optimizer and batch size in memory."""
 
     name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = switch("adamw", "its class; sgd has no momentum")
-    lr: float | None = switch(
-        None, "peak rate; unset, 3e-5 for models of the embedded's size, else 1e-6; LoRA: x 10", above=0
-    )
+    lr: float | None = switch(None, "peak rate; unset, 3e-5 for small models, else 1e-6; LoRA: x 10", above=0)
     options: dict[str, Any] = switch(dict, "arguments of the optimizer's class: {weight_decay: 0.1}", "mapping")
     warmup_steps: int = switch(0, "optimizer steps of linear warm-up, from 0", at_least=0)
-    schedule: Literal["constant", "linear", "cosine"] = switch(
-        "constant", "rate after the warm-up; linear and cosine end at 0 at run.max_steps"
-    )
+    schedule: Literal["constant", "linear", "cosine"] = switch("constant", "linear and cosine: to 0 at run.max_steps")
     max_grad_norm: float = switch(1.0, "clip gradients to this global norm; 0 for no clipping", at_least=0)
-    microbatch_tokens: int | None = switch(
-        None, "tokens per pass; unset, 4096, or by the memory of a GPU; changes rounding alone", "no setting", above=0
-    )
+    microbatch_tokens: int | None = switch(None, "tokens of a pass; unset, by memory", "no setting", above=0)
 
 
 @dataclass(frozen=True)
 class RunConfig(Section, name="run"):
     """Length of the run, evaluation, checkpoints and logs."""
 
-    output_dir: str | None = switch(
-        None, "folder; unset, runs/<model>-<data>-<surrogate>-<time>", "path", "free", "no setting"
-    )
+    output_dir: str | None = switch(None, "folder; unset, runs/...", "path", "free", "no setting")
     fork_from: str | None = switch(None, "start at a checkpoint of another run, or its newest", "path", "no setting")
     seed: int = switch(0, "of sampling and the order of prompts", "no setting", at_least=0, below=2**32)
     max_steps: int = switch(100, "optimizer steps", "may grow", above=0)
@@ -329,44 +297,29 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
+        rollout = self.rollout
         algorithm = replace(self.algorithm)
         if algorithm.correction is None and self.draws_by_engine and not self.ratios_to_engine:
             object.__setattr__(algorithm, "effective_correction", "token_truncate")
         object.__setattr__(self, "algorithm", algorithm)
         rule = "must name at least one reward, or --algorithm.beta be above 0: on-policy distillation"
-        require(self.reward.functions or self.algorithm.beta > 0, "reward.functions", rule, self.reward.functions)
-        self.check_sampling()
-        self.check_steps()
+        require(self.reward.functions or algorithm.beta > 0, "reward.functions", rule, self.reward.functions)
+        rule = f"must not be above rollout.prompts ({rollout.prompts}): groups stay whole"
+        require(algorithm.minibatches <= rollout.prompts, "algorithm.minibatches", rule, algorithm.minibatches)
 
-    def check_sampling(self) -> None:
-        """Raise ValueError if the algorithm needs what the sampler does not record."""
-        rollout = self.rollout
-        algorithm = self.algorithm
-        samples_turns = rollout.environment is None and rollout.decoder != "hf"
-        can_correct = (samples_turns or self.draws_by_engine) and not self.ratios_to_engine
-        rule = (
-            "must be none with --rollout.decoder hf or an environment, which record no log-probs, "
-            "and with an engine and a lag, whose ratios are to the engine's own"
-        )
+        records = rollout.environment is None and rollout.decoder != "hf"
+        can_correct = (records or self.draws_by_engine) and not self.ratios_to_engine
+        rule = "must be none with --rollout.decoder hf, an environment, or ratios to an engine that lags"
         correction = algorithm.effective_correction
         require(can_correct or correction == "none", "algorithm.correction", rule, correction)
-        cuts = rollout.top_p < 1 or rollout.top_k > 0
-        rule = (
-            "must be ignore unless --rollout.top_p or top_k cuts something, "
-            "and with an engine, an environment or --rollout.decoder hf, which record no nucleus"
-        )
-        can_replay = samples_turns and rollout.engine is None and cuts
+        can_replay = records and rollout.engine is None and (rollout.top_p < 1 or rollout.top_k > 0)
+        rule = "must be ignore with --rollout.decoder hf, an environment, an engine, or neither top_p nor top_k"
         require(can_replay or algorithm.nucleus == "ignore", "algorithm.nucleus", rule, algorithm.nucleus)
 
-    def check_steps(self) -> None:
-        """Raise ValueError for optimizer steps that the rollout or the shards do not allow."""
-        minibatches = self.algorithm.minibatches
-        rule = f"must not be above rollout.prompts ({self.rollout.prompts}): groups stay whole"
-        require(minibatches <= self.rollout.prompts, "algorithm.minibatches", rule, minibatches)
         if self.distributed.strategy == "fsdp2":
             name = self.optimizer.name
             require("8bit" not in name, "optimizer.name", "must be adamw or sgd under fsdp2, which shards it", name)
-            every = self.algorithm.reference_every
+            every = algorithm.reference_every
             require(every == 0, "algorithm.reference_every", "must be 0 under fsdp2", every)
 
     @property

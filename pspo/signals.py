@@ -6,13 +6,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from pspo.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-PREVIOUS_HANDLERS: list[dict[int, Any]] = []  # that were replaced in this process, the outermost first
 
 
 def end_with_parent() -> None:
@@ -21,10 +21,25 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def replace_handlers(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Handle SIGTERM and SIGINT in this process, but not in its forks; nothing in a thread, where Python forbids it."""
-    if threading.current_thread() is threading.main_thread():
-        PREVIOUS_HANDLERS.append({number: signal.signal(number, handler) for number in SIGNALS})
+def replace_handlers(handler: Callable[[int], None]) -> dict[int, Any]:
+    """Handle SIGTERM and SIGINT in this process; returns the handlers before. Nothing in a thread: Python forbids it.
+
+    In a fork, such as a `multiprocessing.Pool` makes, SIGTERM does what it did before, and the first Ctrl-C, which a
+    terminal sends to the fork, too, does nothing.
+    """
+    process = os.getpid()
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if os.getpid() == process:
+            return handler(number)
+        signal.signal(number, previous[number])
+        if number == signal.SIGTERM:
+            signal.raise_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    previous = {number: signal.signal(number, handle) for number in SIGNALS}
+    return previous
 
 
 class StopSignals:
@@ -40,45 +55,23 @@ class StopSignals:
         self.is_drawing = False
 
     def __enter__(self) -> None:
-        replace_handlers(self.receive)
+        self.previous = replace_handlers(self.receive)
 
     def __exit__(self, *_: object) -> None:
         self.error = None
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in PREVIOUS_HANDLERS.pop().items():
-                signal.signal(number, handler)
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
 
-    def receive(self, number: int, _: FrameType | None) -> None:
+    def receive(self, number: int) -> None:
         self.error = Stopped()
         for other in SIGNALS:
             signal.signal(other, signal.default_int_handler)
-        name = signal.Signals(number).name
-        line = f"\n{name}: stopping after this pass or update; a second one stops at once\n"
+        line = f"\n{signal.Signals(number).name}: stopping after this pass or update; a second one stops at once\n"
         os.write(2, line.encode())  # the signal may have interrupted a print
         if self.is_drawing:
             raise self.error
 
 
-def unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-def restore_in_child() -> None:
-    """Give a fork the handlers from before `replace_handlers`, so that a `multiprocessing.Pool` works.
-
-    It ignores the first Ctrl-C, which a terminal sends to both.
-    """
-    if PREVIOUS_HANDLERS:
-        previous = PREVIOUS_HANDLERS[0]
-        PREVIOUS_HANDLERS.clear()
-        signal.signal(signal.SIGTERM, previous[signal.SIGTERM])
-        signal.signal(signal.SIGINT, lambda number, _: signal.signal(number, previous[number]))
-    unblock()
-
-
-def before_fork() -> None:
-    """Block the signals, so that one sent to a child waits until the child has its own handlers."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-
-os.register_at_fork(before=before_fork, after_in_parent=unblock, after_in_child=restore_in_child)
+block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)
+unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS)
+os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)  # none is lost in between

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pspo.cli.terminal import quiet_without_reader
 from pspo.distributed import run_main
 from pspo.rollout import Experience
 from pspo.run.command import train_command, train_from_python
@@ -94,5 +93,4 @@ class TrainModule(ModuleType):
 sys.modules[__name__].__class__ = TrainModule
 
 if __name__ == "__main__":
-    with quiet_without_reader():
-        run_main(main)
+    run_main(main)

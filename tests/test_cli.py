@@ -316,17 +316,6 @@ def test_a_bad_configuration_stops_before_anything_is_loaded(here, refused, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["pspo", "--help"], ["pspo.train", "--print_config"]], ids=" ".join)
-def test_a_reader_that_has_ended_ends_the_command_quietly(words):
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, env=ENVIRONMENT, stdout=writing, stderr=subprocess.PIPE)
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (1, b"the reader of the output has ended\n")
-
-
-@pytest.mark.slow
 def test_the_console_script_finds_a_users_code_beside_it(tmp_path):
     script = Path(sys.executable).with_name("pspo")
     if not script.exists():

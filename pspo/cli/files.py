@@ -36,15 +36,10 @@ def flat(config: Settings, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(old: Settings, new: Settings) -> Changes:
-    """By switch, the values (old, new) that differ between two nested configurations.
-
-    A switch that ``old`` lacks is left out, because a later version added it, unless it is a class or its argument.
-    """
+    """By switch, the values (old, new) that differ between two nested configurations."""
     old_values = flat(old)
     new_values = flat(new)
-    class_switches = [name for name in new_values if name.endswith(".class_path") or ".init_args." in name]
-    names = dict.fromkeys([*old_values, *class_switches])
-    pairs = {name: (old_values.get(name), new_values.get(name)) for name in names}
+    pairs = {name: (old_values.get(name), new_values.get(name)) for name in old_values | new_values}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -67,10 +62,7 @@ def argument_text(value: Any) -> str:
 
 def to_jsonl(records: Iterable[dict[str, Any]]) -> str:
     """One line per record; NaN and infinities become null, because JSON has none, dates and the like text."""
-    lines = []
-    for record in records:
-        lines.append(json.dumps(plain(record), ensure_ascii=False, default=str) + "\n")
-    return "".join(lines)
+    return "".join(json.dumps(plain(record), ensure_ascii=False, default=str) + "\n" for record in records)
 
 
 def append_jsonl(path: Path, *records: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pspo.cli.files import Settings, argument_text, read_yaml, to_yaml
-from pspo.cli.values import Word, as_list, from_word, plain, read
+from pspo.cli.values import Word, as_list, from_word, read, yaml_value
 from pspo.config import TrainConfig, find_switches, switches_with
 from pspo.model.find import find_default_lr
 from pspo.run.endings import user_errors
@@ -46,12 +46,12 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], given: S
     put_all(values, given, switches)
     config = build(config_class, values)
     if "print_config" in dict(pairs):  # with null where a default depends on other switches
-        print(to_yaml(plain(config)), end="")
+        print(to_yaml(yaml_value(config)), end="")
         raise SystemExit(0)
     config = resolve(config)
-    settings = plain(config)
+    settings = yaml_value(config)
     if isinstance(config, TrainConfig):
-        settings["algorithm"]["correction"] = plain(config.algorithm.effective_correction)
+        settings["algorithm"]["correction"] = yaml_value(config.algorithm.effective_correction)
     return config, settings
 
 
@@ -78,7 +78,7 @@ def resolve(config: C) -> C:
 def default_of(part: Field) -> Any:
     """A switch's default, as YAML has it; None if it must be given."""
     default = part.default if part.default_factory is MISSING else part.default_factory()
-    return None if default is MISSING else plain(default)
+    return None if default is MISSING else yaml_value(default)
 
 
 def build(config_class: type[C], values: dict[str, Any], prefix: str = "") -> C:

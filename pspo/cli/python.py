@@ -1,11 +1,9 @@
 """Configurations from Python: the arguments of `pspo.train` as the settings that a YAML file would have."""
 
-import contextlib
-import time
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from decimal import Decimal
 from fractions import Fraction
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.files import Settings
 from pspo.cli.parse import make_config
-from pspo.cli.values import plain
+from pspo.cli.values import yaml_value
 from pspo.config import TrainConfig, switches_with
 from pspo.tasks import Problem
 from pspo.tasks.datasets import SPLITS
@@ -41,17 +39,17 @@ def config_from_python(
                 rows = table_records(rows.with_format("arrow")[:])
             problems[split] = files.to_jsonl(map(problem_record, rows))
     if not problems:
-        return make_config(TrainConfig, "pspo.train", words, plain(settings))
+        return make_config(TrainConfig, "pspo.train", words, yaml_value(settings))
 
     data["name"] = "file"
     run = settings.setdefault("run", {})
     data.setdefault("path", "<problems>")  # until they are written
-    config, _ = make_config(TrainConfig, "pspo.train", words, plain(settings))
+    config, _ = make_config(TrainConfig, "pspo.train", words, yaml_value(settings))
     check(config)
     dist.init(config.distributed.strategy)
     run["output_dir"] = dist.run_on_main(lambda: config.run.output_dir or default_output(config))
     data["path"] = dist.run_on_main(lambda: write_problems(Path(run["output_dir"]), problems))
-    return make_config(TrainConfig, "pspo.train", words, plain(settings))
+    return make_config(TrainConfig, "pspo.train", words, yaml_value(settings))
 
 
 def section_settings(name: str, section: Any) -> Settings:
@@ -62,12 +60,9 @@ def section_settings(name: str, section: Any) -> Settings:
 
 def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
     """A problem as a line of a JSON lines file."""
-    if isinstance(problem, Problem):
-        columns = ("prompt", "answer", "category", "level")
-        record = problem.fields | {name: getattr(problem, name) for name in columns}  # fields may have an answer, too
-        for name in ("source", "solution"):
-            if record.get(name) is None and getattr(problem, name):
-                record[name] = getattr(problem, name)
+    if isinstance(problem, Problem):  # whose fields may have an answer, too
+        record = {"source": problem.source, "solution": problem.solution} | problem.fields
+        record |= {name: getattr(problem, name) for name in ("prompt", "answer", "category", "level")}
     elif isinstance(problem, Mapping):
         record = dict(problem)
     else:
@@ -97,13 +92,8 @@ def write_problems(output: Path, problems: dict[str, str]) -> str:
 
 
 def default_output(config: TrainConfig) -> str:
-    """Make a new folder for a run, such as runs/tiny-base-arithmetic-pspo-20260131-120000."""
+    """The folder of a run that is given none, such as runs/tiny-base-arithmetic-pspo-20260131-120000-123456."""
     model = Path(config.model.name_or_path).name
     data = config.data.name.replace("/", "-")  # of a hub id
     method = type(config.algorithm.surrogate).__name__.lower()
-    folder = f"runs/{model}-{data}-{method}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for suffix in count(1):
-        name = folder if suffix == 1 else f"{folder}-{suffix}"
-        with contextlib.suppress(FileExistsError):  # of another run that begins in this second
-            Path(name).mkdir(parents=True)
-            return name
+    return f"runs/{model}-{data}-{method}-{datetime.now():%Y%m%d-%H%M%S-%f}"

@@ -1,10 +1,7 @@
 """Output on a terminal: untrusted text made safe to print, and the progress of long loops."""
 
-import contextlib
-import os
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -27,23 +24,6 @@ def clip(text: str, width: int = 200) -> str:
 def printable(text: str) -> str:
     """Text whose lines stay, such as a command."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
-
-@contextlib.contextmanager
-def quiet_without_reader() -> Iterator[None]:
-    """End a command by code 1 where the reader of its output has ended, as `head` does.
-
-    Printing never raises: a character that the encoding of stdout lacks is escaped.
-    """
-    sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at the end
-        raise SystemExit("the reader of the output has ended") from None
 
 
 def print_timed(text: str, quiet: bool = False) -> None:

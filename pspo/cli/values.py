@@ -49,7 +49,11 @@ def read(kind: Any, given: Any, switch: str) -> Any:
             raise ValueError(f"--{switch} must be one of {', '.join(named)}, got {given}")
         return named[str(given)]
     if kind in NUMBERS:
-        return read_number(kind, given, switch)
+        accepted, name = NUMBERS[kind]
+        value = scalar(given) if isinstance(given, str) else given
+        if isinstance(value, accepted) and isinstance(value, bool) == (kind is bool):
+            return kind(value)
+        raise ValueError(f"--{switch} must be {name}, got {given}")
     if origin is Callable or inspect.isabstract(kind):
         return read_class(origin, given, switch)
     if not isinstance(given, Mapping) and (is_dataclass(kind) or origin is dict):
@@ -101,15 +105,6 @@ def read_union(parts: tuple[Any, ...], given: Any, switch: str) -> Any:
     raise errors[-1 if str in parts else 0]
 
 
-def read_number(kind: type, given: Any, switch: str) -> Any:
-    value = scalar(given) if isinstance(given, str) else given
-    accepted, name = NUMBERS[kind]
-    if isinstance(value, accepted) and (kind is bool or not isinstance(value, bool)):
-        with suppress(OverflowError):
-            return kind(value)
-    raise ValueError(f"--{switch} must be {name}, got {given}")
-
-
 def make(kind: type, given: Mapping[str, Any], switch: str) -> Any:
     """An object of a class by its arguments, each of its type; ValueError for arguments that are unfit for it."""
     try:
@@ -130,27 +125,21 @@ def read_class(base: Any, given: Any, switch: str) -> Any:
     is_spec = isinstance(spec, Mapping) and spec.keys() <= {"class_path", "init_args"} and "class_path" in spec
     if not is_spec or not isinstance(spec["class_path"], str):
         raise ValueError(f"--{switch} must be the name or import path of a class or function, got {given!r}")
-    found = find_object(spec["class_path"], base, switch)
+    path = spec["class_path"]
+    names = class_names(base)
+    if path not in names and "." not in path:
+        raise ValueError(f"--{switch} {path}: no such class; choose from {', '.join(names)}, or give an import path")
+    try:
+        found = names.get(path) or pkgutil.resolve_name(path)
+    except (AttributeError, ImportError, ValueError) as error:
+        raise ValueError(f"--{switch} {path}: {error}") from error
     arguments = spec.get("init_args") or {}
     is_class = inspect.isclass(found)
     if base is Callable or (is_class and issubclass(found, base)):
         value = make(found, arguments, switch) if is_class else found
         if callable(value) and (is_class or not arguments):
             return value
-    raise ValueError(f"--{switch}: {spec['class_path']} is no {base.__name__.lower()} that takes these arguments")
-
-
-def find_object(path: str, base: Any, switch: str) -> Any:
-    """What a name or an import path names; ValueError if there is nothing."""
-    names = class_names(base)
-    if path in names:
-        return names[path]
-    if "." not in path:
-        raise ValueError(f"--{switch} {path}: no such class; choose from {', '.join(names)}, or give an import path")
-    try:
-        return pkgutil.resolve_name(path)
-    except (AttributeError, ImportError, ValueError) as error:
-        raise ValueError(f"--{switch} {path}: {error}") from error
+    raise ValueError(f"--{switch}: {path} is no {base.__name__.lower()} that takes these arguments")
 
 
 def class_names(base: Any) -> dict[str, type]:
@@ -163,35 +152,31 @@ def class_names(base: Any) -> dict[str, type]:
     return dict(sorted(found.items()))
 
 
-def import_path(value: Any) -> str:
-    """The import path of a function or class, from the package where that offers it, such as pspo.losses.Clip."""
-    package = value.__module__.rpartition(".")[0]
-    is_offered = getattr(sys.modules.get(package), value.__qualname__, None) is value
-    return f"{package if is_offered else value.__module__}.{value.__qualname__}"
-
-
-def plain(value: Any) -> Any:
+def yaml_value(value: Any) -> Any:
     """A value as YAML writes it: a section is a mapping, a function its import path, an object its class and arguments.
 
     Raises ValueError for what config.yaml could not make again.
     """
     if isinstance(value, Mapping):
-        return {str(name): plain(part) for name, part in value.items()}
+        return {str(name): yaml_value(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
+        return [yaml_value(part) for part in value]
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not callable(value):  # a section
-        return {part.name: plain(getattr(value, part.name)) for part in fields(value) if part.init}
+        return {part.name: yaml_value(getattr(value, part.name)) for part in fields(value) if part.init}
     if not callable(value):
         return str(value) if isinstance(value, Path) else value
     kind = value if hasattr(value, "__qualname__") else type(value)
     if "<" in kind.__qualname__:  # a lambda or inside a function
         raise ValueError(f"{value!r} has no name that config.yaml could hold: define it at the top of a module")
+    package = kind.__module__.rpartition(".")[0]
+    is_offered = getattr(sys.modules.get(package), kind.__qualname__, None) is kind  # pspo.losses.Clip
+    path = f"{package if is_offered else kind.__module__}.{kind.__qualname__}"
     arguments = {}
     for name, parameter in inspect.signature(kind).parameters.items() if kind is not value else ():
         if hasattr(value, name):
-            arguments[name] = plain(getattr(value, name))
+            arguments[name] = yaml_value(getattr(value, name))
         elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(f"{kind.__name__} does not keep its argument {name}: make it a dataclass")
-    return {"class_path": import_path(kind), "init_args": arguments} if arguments else import_path(kind)
+    return {"class_path": path, "init_args": arguments} if arguments else path

@@ -12,7 +12,6 @@ from typing import Any
 from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.parse import parse
-from pspo.cli.terminal import quiet_without_reader
 from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler, check_calls
 from pspo.evaluate.evaluation import evaluate
@@ -142,5 +141,4 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with quiet_without_reader():
-        dist.run_main(main)
+    dist.run_main(main)

@@ -111,8 +111,6 @@ def user_errors(prog: str, once: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except BrokenPipeError:  # the reader of stdout has ended
-        raise
     except (ValueError, OSError) as error:
         if not (once and dist.launched_by_torchrun()) or os.environ["LOCAL_RANK"] == "0":
             print(f"{prog}: error: {one_line(str(error))}", file=sys.stderr)

@@ -41,7 +41,7 @@ def start_python(module: str, *arguments: int, **variables: str) -> tuple[subpro
 
 def run_process(module: str, descriptor: int, arguments: tuple[int, ...]) -> None:
     """Serve until the parent ends; signals that a scheduler sends to a whole job are left to the trainer."""
-    replace_handlers(lambda *_: None)  # not SIG_IGN, which programs that a reward starts would inherit
+    replace_handlers(lambda number: None)  # not SIG_IGN, which programs that a reward starts would inherit
     end_with_parent()
     importlib.import_module(module).serve(Connection(descriptor), *arguments)
 
