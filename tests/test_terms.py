@@ -14,8 +14,6 @@ from batches import AGGREGATIONS, random_batch
 
 from pspo.losses import (
     DPPO,
-    DRO,
-    REINFORCE,
     Counts,
     EntropyQuantile,
     LossInputs,
@@ -103,14 +101,6 @@ def test_dppo_and_the_squared_log_ratio_are_prime_rls_default_loss(seed):
         assert (losses[row, t].item(), slopes[row, t].item()) == pytest.approx((loss, slope), rel=1e-12)
     assert 0 < n_dropped < mask.sum()
     assert (losses[~mask] == 0).all()
-
-
-def test_dro_at_level_token_is_reinforce_and_the_squared_log_ratio():
-    batch = random_batch((6, 1, 4), spread=8.0)  # some beyond the clamp
-    x = LossInputs(*batch, entropies=torch.zeros(3, 6))
-    torch.testing.assert_close(
-        DRO(0.3, "token")(*batch), SquaredLogRatio(0.3)(REINFORCE()(*batch), x), rtol=1e-12, atol=0
-    )
 
 
 # ---------------------------------------------------------------- aggregation

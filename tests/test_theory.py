@@ -1,47 +1,13 @@
-"""The paper's smoothed policy (Dwyer et al. 2026, section 2) on random categorical policies.
-
-It is the mixture (1 - alpha) pi + alpha pi_old, of which the paper's Lemma and Corollary are consequences.
-
-The smoothed policy is never written down here: it is read off the package's PSPO surrogate, whose loss at A = 1 is
-minus the smoothed ratio, as pi_smoothed(a) = pi_old(a) * smoothed_ratio(a).
-"""
+"""What an optimizer makes of PSPO's gradient, (1 - alpha) times NoClip's (Dwyer et al. 2026, section 2)."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from pspo.config import ModelConfig
 from pspo.losses import PSPO, NoClip
 from pspo.model import load_policy
 from pspo.train import main
-
-logits = st.floats(-8.0, 8.0)  # log-ratios stay inside the clamp of +-20
-policies = (
-    st.integers(2, 8)
-    .flatmap(lambda actions: st.tuples(*[st.lists(logits, min_size=actions, max_size=actions)] * 2))
-    .map(lambda pair: tuple(torch.tensor(values, dtype=torch.float64).log_softmax(0) for values in pair))
-)
-
-
-def smoothed_policy(new, old, alpha):
-    """(V,) probabilities from the log-probabilities new and old, (V,) each."""
-    losses = PSPO(alpha)(new[None], old[None], torch.ones(1, 1), torch.ones(1, len(new), dtype=torch.bool))[0]
-    return old.exp() * -losses
-
-
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(policies, st.floats(0.0, 1.0) | st.sampled_from([0.0, 1.0]))
-def test_smoothed_policy_is_the_mixture_and_a_distribution(pair, alpha):
-    new, old = pair
-    smoothed = smoothed_policy(new, old, alpha)
-    torch.testing.assert_close(smoothed, (1 - alpha) * new.exp() + alpha * old.exp(), rtol=1e-12, atol=0)
-    assert smoothed.sum().item() == pytest.approx(1.0, abs=1e-12)
-    assert (smoothed > 0).all()
-
-
-# ---------------------------------------------------------------- what an optimizer makes of a scaled gradient
 
 
 def train_logit_table(surrogate, eps):

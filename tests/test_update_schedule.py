@@ -18,7 +18,7 @@ from pspo.config import ModelConfig
 from pspo.losses import GSPO, PSPO, TOPR, NoClip, Surrogate, log_ratio
 from pspo.update import step as update_step
 from pspo.update import update
-from pspo.update.batching import make_batch, padded_tokens, split_microbatches, split_minibatches
+from pspo.update.batching import make_batch, split_microbatches, split_minibatches
 
 
 @pytest.mark.parametrize("mode", ["none", "bf16"])
@@ -184,7 +184,7 @@ def test_what_smaller_microbatches_do_not_mend_is_raised(policy, monkeypatch, er
         run(policy, *make_rollout(), make_config())
 
 
-@pytest.mark.parametrize(("schedule", "warmup"), [("constant", 4), ("linear", 0), ("cosine", 4)])
+@pytest.mark.parametrize(("schedule", "warmup"), [("constant", 4), ("cosine", 4)])
 def test_learning_rates_by_closed_form(schedule, warmup):
     steps, peak = 12, 1e-3
     optimizer = {"lr": peak, "schedule": schedule, "warmup_steps": warmup}
@@ -226,7 +226,7 @@ def tokens_of(batch, group_size=G):
     return len(prompts) * batch.rollout.prompt_ids.shape[1] + batch.rollout.completion_ids.numel()
 
 
-@pytest.mark.parametrize("tokens", [1, 30, 60, 100, 10**6])
+@pytest.mark.parametrize("tokens", [1, 60, 10**6])
 @pytest.mark.parametrize(
     ("groups", "minibatches", "sizes"), [(4, 1, [4]), (4, 2, [2, 2]), (5, 2, [3, 2]), (3, 3, [1] * 3)]
 )
@@ -252,22 +252,6 @@ def test_minibatches_hold_whole_groups_and_count_everything(groups, minibatches,
             assert len(batches) == size * G
         start = rows.stop
     assert start == len(rollout)
-
-
-def test_a_prompt_counts_for_every_row_where_it_is_not_shared():
-    """Ranks with shards and models with states compute prompts row by row; others once for the rows of a prompt."""
-    rollout, advantages = make_rollout(8)
-    config = make_config(Kept())
-    whole = make_batch(rollout, advantages, config.algorithm)
-    shared, unshared = packing(120), packing(120, shares_prompts=False)
-    counted = {}
-    for learner, group_size in ((shared, G), (unshared, 1)):
-        ((_, batches),) = split(learner, rollout, advantages, config)
-        for batch in batches:
-            assert padded_tokens(learner, whole, batch.indices.tolist(), config) == tokens_of(batch, group_size)
-        counted[group_size] = len(batches)
-        assert max(tokens_of(batch, group_size) for batch in batches) <= 120
-    assert counted[1] > counted[G]
 
 
 def test_what_fills_up_the_passes_of_a_rank_holds_no_token(monkeypatch):
