@@ -210,17 +210,17 @@ def find_decoder(model: PreTrainedModel, decoder: Decoder, logprobs: bool, nucle
         "pspo": no_plain_cache,
         "hf": "it records no log-probs (--algorithm.correction) and no nucleus" if logprobs or nucleus else None,
     }
-    wanted = [decoder]
-    if decoder == "auto":
-        wanted = ["graphs", "pspo", "hf"] if model.device.type == "cuda" else ["pspo", "hf"]
-    fault = faults[wanted[0]]
-    for name in wanted:
-        if faults[name] is None:
-            if fault:
-                print(f"decoder  {name}: {fault}")
-            return name
-    fix = "choose auto" if decoder != "auto" else f"nor does hf do: {faults['hf']}"
-    raise ValueError(f"--rollout.decoder {decoder}: {fault}; {fix}")
+    if decoder != "auto":
+        if faults[decoder]:
+            raise ValueError(f"--rollout.decoder {decoder}: {faults[decoder]}; choose auto")
+        return decoder
+    wanted = ["graphs", "pspo", "hf"] if model.device.type == "cuda" else ["pspo", "hf"]
+    able = [name for name in wanted if faults[name] is None]
+    if not able:
+        raise ValueError(f"--rollout.decoder auto: {faults['pspo']}; nor does hf do: {faults['hf']}")
+    if faults[wanted[0]]:
+        print(f"decoder  {able[0]}: {faults[wanted[0]]}")
+    return able[0]
 
 
 def fault_for_graphs(model: PreTrainedModel, nucleus: bool) -> str | None:

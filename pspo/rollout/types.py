@@ -265,8 +265,3 @@ class Batch:
             sampler_logprobs=None if sampler_logprobs is None else to_device(sampler_logprobs[rows], device),
             step=step,
         )
-
-    def masked_row(self) -> "Batch":
-        """One row without an unmasked token: a microbatch whose gradient is 0."""
-        row = self.rows(torch.zeros(1, dtype=torch.long))
-        return replace(row, rollout=replace(row.rollout, completion_mask=row.rollout.completion_mask & False))

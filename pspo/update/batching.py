@@ -84,7 +84,9 @@ def split_microbatches(learner: Learner, batch: Batch, minibatch: Minibatch, con
     microbatches = [batch.rows(torch.tensor(rows)) for rows in filled]
     if learner.is_sharded:
         missing = dist.max_over_ranks(len(microbatches)) - len(microbatches)
-        microbatches += [microbatches[0].masked_row()] * missing
+        row = microbatches[0].rows(torch.tensor([0]))
+        masked = replace(row.rollout, completion_mask=row.rollout.completion_mask & False)
+        microbatches += [replace(row, rollout=masked)] * missing
     return microbatches
 
 
