@@ -173,25 +173,6 @@ def test_a_run_that_tells_of_its_rollouts_is_the_same_run(here):
     assert [losses[-1] for _, losses, _ in told] == [line["loss"] for line in lines]
 
 
-def logs(completions, log_metric, log_extra):
-    log_metric("longest", max(map(len, completions)))
-    log_extra("size", [len(text) for text in completions])
-    log_extra("first", [text[:1] for text in completions])
-    return [float(len(text) % 3) for text in completions]
-
-
-def test_what_rewards_log_is_in_metrics_and_samples(here):
-    """Also after groups were replaced by others, and in a rollout that waited for its turn."""
-    rollout = SWITCHES | {"resample": 2, "lag": 1}
-    train(data={"limit": 40}, reward=[logs, "MathReward"], rollout=rollout, run=RUN | {"output_dir": "logged"})
-    lines, samples = (read_jsonl(Path("logged", name)) for name in ("metrics.jsonl", "samples.jsonl"))
-    assert not any("logged/first" in line for line in lines)
-    assert all(of["logged"]["first"] == of["completion"][:1] for of in samples)
-    assert all(line["logged/longest"] >= line["logged/size"] > 0 for line in lines)
-    assert all(len(of["completion"]) == of["logged"]["size"] <= of["logged"]["longest"] for of in samples)
-    assert {len(of["completion"]) % 3 == of["rewards"]["logs"] for of in samples} == {True}
-
-
 class Plain(Surrogate):
     def __init__(self, width: float = 0.5):
         self.width = width

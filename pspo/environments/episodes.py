@@ -51,8 +51,7 @@ class Episode:
 class EnvironmentSampler:
     """Plays episodes of several turns in a text environment; another sampler draws the turns.
 
-    The sampling's ``max_completion_tokens`` limits an episode, observations included. One that reaches it, or the
-    environment's ``max_turns``, before the environment ends it is truncated.
+    An episode that reaches ``max_completion_tokens``, observations included, or ``max_turns`` is truncated.
     """
 
     turns: Sampler
@@ -129,8 +128,7 @@ def observation_ids(
 ) -> list[int]:
     """Encode the text as the role's turn between two of the model.
 
-    If the model's last token, ``after``, is the end token of its turn, the template's copy of it is dropped. The last
-    token of a stop string is no end token.
+    If the model's last token, ``after``, is the end token of its turn, the template's copy of it is dropped.
     """
     words = "\ufdd2"  # of the model; also itself in JSON
     call = tool_call("a_tool", {"an_argument": words})

@@ -45,19 +45,12 @@ FAMILIES = {  # by what their templates write
 
 
 class CallForm(NamedTuple):
-    """How chat templates write calls.
+    """How chat templates write calls."""
 
-    Attributes:
-        head: pattern of what stands before a call's JSON or first argument; named and tagged calls have `tool` in it.
-        arguments: of objects, the key of the arguments.
-        argument: of tagged calls, pattern of an argument with its `key` and `value`.
-        close: of tagged calls, what follows the last argument.
-    """
-
-    head: str
-    arguments: str = ""
-    argument: str = ""
-    close: str = ""
+    head: str  # pattern of what stands before a call's JSON or first argument; `tool` is in it of all but objects
+    arguments: str = ""  # of objects, the key of the arguments
+    argument: str = ""  # of tagged calls, pattern of an argument with its `key` and `value`
+    close: str = ""  # of tagged calls, what follows the last argument
 
 
 PYTHONIC = CallForm(r"\[(?=\s*+[\w.]++\()")
@@ -180,9 +173,8 @@ def argument_schemas(tools: list[Any] | None) -> dict[str, dict[str, Any]]:
 
 def takes_text(schema: dict[str, Any]) -> bool:
     """True if a JSON schema allows texts."""
-    choices = (*schema.get("anyOf", ()), *schema.get("oneOf", ()))
-    has_texts = any(isinstance(value, str) for value in schema.get("enum", ()))
-    return has_texts or "string" in (schema.get("type") or ()) or any(map(takes_text, choices))
+    choices = [schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    return any("string" in (choice.get("type") or ()) for choice in choices)
 
 
 def tool_call(name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
@@ -190,13 +182,10 @@ def tool_call(name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
 
 
 def write_calls(tokenizer: PreTrainedTokenizerBase, calls: list[Call]) -> str:
-    """What the chat template writes for a turn with these calls; ValueError if it writes none, its own error otherwise.
-
-    Arguments are an object, or its JSON for a template that takes text, such as DeepSeek V3's.
-    """
+    """What the chat template writes for a turn with these calls; ValueError if it writes none."""
     template = tokenizer.get_chat_template(tools=[])  # of several, the one for tools
     first_error = None
-    for content, is_text in itertools.product(("", None), (False, True)):
+    for content, is_text in itertools.product(("", None), (False, True)):  # DeepSeek V3's takes arguments as JSON
         turns = [tool_call(name, json.dumps(arguments) if is_text else arguments) for name, arguments in calls]
         last_turns = ({"content": WORDS}, {"content": content, "tool_calls": turns})
         chats = [[{"role": "user", "content": "-"}, {"role": "assistant"} | turn] for turn in last_turns]

@@ -29,10 +29,6 @@ def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
     formats = [matches_format(text) for text, problem in pairs if isinstance(problem.answer, Fraction)]
     if formats:
         metrics["format_share"] = np.mean(formats)
-    for name, values in rows.items():
-        numbers = [value for value in values if isinstance(value, int | float)]
-        if name.startswith("logged/") and numbers:
-            metrics[name] = np.mean(numbers)
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -46,8 +42,6 @@ def sample_record(
         kind, _, name = column.partition("/")
         if kind == "reward" and name:
             record["rewards"][name] = plain(value)
-        elif kind == "logged":
-            record.setdefault("logged", {})[name] = value
     return record
 
 

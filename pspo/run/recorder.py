@@ -122,13 +122,11 @@ class Recorder:
         if rollout.sampled_mask is not None:
             rows["turns"] = rollout.turns.tolist()
         rows |= {f"reward/{name}": values for name, values in experience.rewards_by_name.items()}
-        rows |= {f"logged/{name}": values for name, values in experience.logged.items()}
-        joined: dict[str, list[Any]] = {}
         rank_rows = dist.gather_on_main(rows)
-        for name in dict.fromkeys(name for part in rank_rows for name in part):  # what rewards log differs by rank
-            joined[name] = [value for part in rank_rows for value in part.get(name, [None] * len(part["text"]))]
-        if joined:
-            joined["problem"] = [self.prompts.problems[i] for i in joined["index"]]
+        if not rank_rows:
+            return {}
+        joined = {name: [value for part in rank_rows for value in part[name]] for name in rows}
+        joined["problem"] = [self.prompts.problems[i] for i in joined["index"]]
         return joined
 
     def record_samples(self, experience: Experience, rows: dict[str, list[Any]]) -> None:

@@ -68,10 +68,7 @@ def _operands(op: str, value: int) -> list[int]:
 
 
 def draw_story(rng: random.Random) -> tuple[str, Problem]:
-    """Draw a plan of one to three operations, then numbers for it; draw again if no numbers fit.
-
-    `category` is the operations in order ("multiply, add"), `level` the number of steps ("1 step" ...).
-    """
+    """Draw a plan of one to three operations, then numbers for it; draw again if no numbers fit."""
     steps = rng.choice((1, 2, 3))
     boxed = rng.random() < 0.3  # the first step is the opening's product
     last = rng.choice("+-*/") if steps > boxed and rng.random() < 0.4 else ""  # the last is about others

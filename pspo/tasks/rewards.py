@@ -6,14 +6,13 @@ number per completion, None for "not mine". ``async def`` functions are awaited.
 """
 
 import asyncio
-import contextlib
 import inspect
 import itertools
 import math
 import reprlib
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -28,12 +27,9 @@ from pspo.tasks.problem import Problem
 from pspo.tasks.workers import worker_pool
 
 ATTRIBUTES = ("answer", "source", "category", "level", "solution")  # of `Problem`, that rewards may ask for by name
-LOGGERS = ("log_metric", "log_extra")
 LARGEST = 1e15  # of a reward: advantages are float32, whose largest number is 3.4e38, and some square rewards
 
 OnError = Literal["raise", "none"]
-Columns = dict[str, list[Any]]  # what rewards log, by name
-Result = tuple[list[float | None], Columns]
 
 
 class Reward(ABC):
@@ -110,11 +106,10 @@ class FormatReward(Reward):
 
 
 class Scores(NamedTuple):
-    """Rewards of n completions, NaN for none; of two functions or columns of one name the second is `name_2`."""
+    """Rewards of n completions, NaN for none."""
 
     totals: list[float]  # n weighted sums
-    by_function: dict[str, list[float]]  # n values of each
-    logged: Columns  # by functions, None where one did not
+    by_function: dict[str, list[float]]  # n values of each; of two of one name the second is `name_2`
     failures: dict[str, Exception]  # the first of each function, under on_error "none"
 
 
@@ -128,7 +123,7 @@ def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
         values = [problem.fields.get(name) for problem in problems]
         derived[name] = [getattr(p, name) if v is None else v for p, v in zip(problems, values, strict=True)]
     derived["trainer_state"] = SimpleNamespace(global_step=inputs.get("step", 0))
-    return derived | dict.fromkeys(LOGGERS) | inputs  # `call_reward` makes the loggers
+    return derived | inputs
 
 
 def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +141,7 @@ def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> di
 
 
 def judges(functions: Sequence[Callable[..., Any]], answer: Any) -> bool:
-    """True if accuracy says something about these rewards: one compares with the gold answer, as `is_correct` does.
+    """True if one of the rewards compares with the gold answer, as accuracy does.
 
     A function of a user's that asks for ``answer`` does, if that is a number: texts may be alike in many ways.
     """
@@ -157,12 +152,9 @@ def judges(functions: Sequence[Callable[..., Any]], answer: Any) -> bool:
 
 
 def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Problem]) -> None:
-    """Raise RewardError if a reward asks for something that there is not, or cannot score these problems' answers.
-
-    A column that only some of the problems have becomes None in the others, so that every batch has it.
-    """
+    """Raise RewardError if a reward asks for something that there is not, or cannot score these problems' answers."""
     columns = dict.fromkeys(name for problem in problems for name in problem.fields)
-    for problem in problems:
+    for problem in problems:  # every batch has every column
         problem.fields.update(columns | problem.fields)
     inputs: dict[str, Any] = {"completions": [""], "completion_ids": [[]], "problems": problems[:1]}
     inputs |= dict.fromkeys(("completion_tokens", "truncated", "step", "max_completion_tokens"))
@@ -184,17 +176,9 @@ def reward_name(function: Callable[..., Any]) -> str:
 
 
 @cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """The loop of this process's async rewards, always running, so that a module's semaphores and clients last."""
-    loop = asyncio.new_event_loop()
-
-    def run() -> None:
-        while True:
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # raised in a task; its caller gets it, too
-                loop.run_forever()
-
-    threading.Thread(target=run, name="async rewards", daemon=True).start()
-    return loop
+def async_runner() -> tuple[ThreadPoolExecutor, asyncio.Runner]:
+    """A thread, and the one event loop of this process's async rewards: a module's semaphores and clients last."""
+    return ThreadPoolExecutor(1, "async rewards"), asyncio.Runner()
 
 
 def finite_number(value: Any) -> float | None:
@@ -207,44 +191,32 @@ def finite_number(value: Any) -> float | None:
     return float(value) if isinstance(value, Real) and abs(value) <= LARGEST else None
 
 
-def plain_value(value: Any) -> str | float | bool | None:
-    """A value that a checkpoint and a table hold: a subclass or a number that is too large becomes text."""
-    value = value.item() if hasattr(value, "item") else value
-    is_plain = type(value) in (str, float, bool, type(None)) or (type(value) is int and abs(value) <= LARGEST)
-    return value if is_plain else str(value)
-
-
-def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
-    """Values of n completions, and what the function logs; RewardError unless there are n finite numbers or None."""
+def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> list[float | None]:
+    """Values of n completions; RewardError unless there are n finite numbers or None."""
     name = reward_name(function)
-    columns: Columns = {}
-    loggers = {  # TRL's
-        "log_metric": lambda key, value: columns.update({str(key): [float(value)] * n}),
-        "log_extra": lambda key, column: columns.update({str(key): [plain_value(value) for value in column]}),
-    }
-    arguments = arguments | {key: loggers[key] for key in LOGGERS if key in arguments}
     try:
         values = function(**arguments)
         if inspect.iscoroutine(values):
-            values = asyncio.run_coroutine_threadsafe(values, event_loop()).result()
+            thread, runner = async_runner()
+            values = thread.submit(runner.run, values).result()
     except SystemExit as error:
+        async_runner.cache_clear()  # the loop that was left still holds it
         raise RewardError(f"reward {name} called sys.exit({error.code!r})") from error
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
         raise RewardError(f"reward {name} returned {reprlib.repr(values)}; it must return a list of numbers")
-    for what, column in {"returned": values, **columns}.items():
-        if len(column) != n:
-            raise RewardError(f"reward {name}: {what}: {len(column)} values for {n} completions")
+    if len(values) != n:
+        raise RewardError(f"reward {name} returned {len(values)} values for {n} completions")
     numbers = [finite_number(value) for value in values]
     for i, value in enumerate(values):
         if numbers[i] is None and value is not None:
             what = f"returned {reprlib.repr(value)} for completion {i}; it must be None or a number up to {LARGEST:g}"
             raise RewardError(f"reward {name} {what}")
-    return numbers, columns
+    return numbers
 
 
-def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result | Exception:
-    """`call_reward`; what it raises in place of its result."""
+def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> list[float | None] | Exception:
+    """`call_reward`; what it raises in place of its values."""
     try:
         return call_reward(function, arguments, n)
     except Exception as error:  # a user's code may raise anything
@@ -264,8 +236,8 @@ def guarded_values(
     timeout: float,
     on_error: OnError,
     workers: int,
-) -> tuple[list[float | None], Columns, Exception | None]:
-    """Call a reward that may hang or fail; returns values, what it logs, and the first error under on_error "none".
+) -> tuple[list[float | None], Exception | None]:
+    """Call a reward that may hang or fail; returns values, and the first error under on_error "none".
 
     Without workers it is called once, and if that fails, group by group; a worker process gets a group at a time. A
     group whose call fails is unknown (NaN).
@@ -280,30 +252,21 @@ def guarded_values(
         results = worker_pool(max(workers, 1)).map(call_reward, list(map(call, groups)), timeout)
     else:
         results = [attempt_reward(function, arguments, len(problems))]
-        if on_error == "raise" or isinstance(results[0], tuple):
+        if on_error == "raise" or isinstance(results[0], list):
             groups = [slice(0, len(problems))]
         else:
             results = [attempt_reward(*call(group)) for group in groups]
     values: list[float | None] = [math.nan] * len(problems)
-    logged: Columns = {}
     first_error = None
     for group, result in zip(groups, results, strict=True):
-        if isinstance(result, tuple):
-            values[group], columns = result
-            for key, column in columns.items():
-                logged.setdefault(key, [None] * len(problems))[group] = column
+        if isinstance(result, list):
+            values[group] = result
         elif on_error == "raise":
             is_late = isinstance(result, TimeoutError)
             raise TimeoutError(f"reward {reward_name(function)} {result}") if is_late else result
         else:
             first_error = first_error or result
-    return values, logged, first_error
-
-
-def unique_name(name: str, taken: Collection[str]) -> str:
-    """The name, or `name_2`, `name_3` ... if it is taken."""
-    names = itertools.chain([name], (f"{name}_{n}" for n in itertools.count(2)))
-    return next(name for name in names if name not in taken)
+    return values, first_error
 
 
 def total_rewards(
@@ -325,14 +288,12 @@ def total_rewards(
     inputs = {"completions": completions, "problems": problems} | inputs
     weights = [1.0] * len(functions) if weights is None else list(weights)
     values: dict[str, list[float | None]] = {}  # by function
-    logged: Columns = {}
     failures: dict[str, Exception] = {}
     for function in functions:
-        name = unique_name(reward_name(function), {"environment", *values})
+        names = itertools.chain([reward_name(function)], (f"{reward_name(function)}_{n}" for n in itertools.count(2)))
+        name = next(name for name in names if name not in {"environment", *values})
         arguments = reward_arguments(function, inputs)
-        values[name], columns, error = guarded_values(function, arguments, problems, timeout, on_error, workers)
-        for key, column in columns.items():
-            logged[unique_name(key, logged)] = column
+        values[name], error = guarded_values(function, arguments, problems, timeout, on_error, workers)
         if error is not None:
             failures.setdefault(reward_name(function), error)
     if environment_rewards is not None:
@@ -340,10 +301,10 @@ def total_rewards(
         weights.append(1.0)
 
     if not values:  # a distillation without rewards
-        return Scores([0.0] * len(completions), {}, {}, {})
+        return Scores([0.0] * len(completions), {}, {})
     totals = []
     for row in zip(*values.values(), strict=True):
         terms = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
         totals.append(sum(terms) if terms else math.nan)
     by_function = {name: [math.nan if v is None else v for v in column] for name, column in values.items()}
-    return Scores(totals, by_function, logged, failures)
+    return Scores(totals, by_function, failures)

@@ -17,10 +17,7 @@ WORKER_MEMORY = 4 * 2**30  # bytes of each process's address space
 
 @dataclass(frozen=True)
 class ExactMatch(Reward):
-    """1 if the text that the completion gives as its answer (`extract_text`) is the gold answer, else 0.
-
-    White space counts as one blank. A problem without an answer has no value (None).
-    """
+    """1 if the text of the completion's answer (`extract_text`) is the gold answer, else 0; None without a gold one."""
 
     ignore_case: bool = False
     compares_answers = True
@@ -35,10 +32,9 @@ class ExactMatch(Reward):
         self.check_problems(problems)
         values: list[float | None] = []
         for completion, problem in zip(completions, problems, strict=True):
-            text = extract_text(completion)
-            gold = " ".join(str(problem.answer).split())
-            is_equal = text.casefold() == gold.casefold() if self.ignore_case else text == gold
-            values.append(None if problem.answer is None else float(is_equal))
+            pair = (extract_text(completion), " ".join(str(problem.answer).split()))
+            text, gold = map(str.casefold, pair) if self.ignore_case else pair
+            values.append(None if problem.answer is None else float(text == gold))
         return values
 
 
@@ -46,20 +42,19 @@ class ExactMatch(Reward):
 class SoftOverlong(Reward):
     """Punish completions that come close to the token limit: DAPO's soft overlong punishment.
 
-    With length n, an episode's with its observations, limit L = ``max_tokens`` and B = ``buffer``:
+    With length n, an episode's with its observations, limit L = --rollout.max_completion_tokens and B = ``buffer``:
 
         0 if n <= L - B;  (L - B - n) / B if L - B < n <= L;  -1 if n > L      (Yu et al. 2025, 2503.14476, eq. 13)
     """
 
     buffer: int
-    max_tokens: int | None = None  # unset: --rollout.max_completion_tokens
 
     def __post_init__(self) -> None:
-        if not 0 < self.buffer <= (self.max_tokens or self.buffer):
-            raise ValueError(f"buffer must be above 0 and at most max_tokens, not {self.buffer}")
+        if self.buffer <= 0:
+            raise ValueError(f"buffer must be above 0, not {self.buffer}")
 
     def __call__(self, completion_tokens: list[int], max_completion_tokens: int) -> list[float]:
-        free = (self.max_tokens or max_completion_tokens) - self.buffer
+        free = max_completion_tokens - self.buffer
         return [max(-1.0, min(0.0, (free - length) / self.buffer)) for length in completion_tokens]
 
 

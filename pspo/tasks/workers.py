@@ -47,10 +47,7 @@ def run_process(module: str, descriptor: int, arguments: tuple[int, ...]) -> Non
 
 
 class WorkerPool:
-    """Python processes that answer one call at a time, kept between calls, each with a thread that waits for it.
-
-    ``memory`` limits each process's address space, in bytes; 0 is no limit.
-    """
+    """Python processes, each with a thread that waits for it; of up to ``memory`` bytes, unless that is 0."""
 
     def __init__(self, number: int, memory: int) -> None:
         self.memory = memory
@@ -58,10 +55,7 @@ class WorkerPool:
         self.by_thread: dict[int, tuple[subprocess.Popen, Connection]] = {}
 
     def map(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:
-        """Results of ``function(*call)``, in order; in place of one that failed, its WorkerError or TimeoutError.
-
-        A call that takes longer than ``timeout`` seconds (0: no limit) is killed with its process.
-        """
+        """Results of ``function(*call)``, in order, or its WorkerError, or TimeoutError if ``timeout`` is not 0."""
         try:
             return list(self.threads.map(lambda call: self.call(function, call, timeout), calls))
         except BaseException:  # the threads would wait for their calls
