@@ -312,6 +312,8 @@ def test_a_failing_group_alone_is_unknown_and_the_traceback_is_shown_once(capsys
 def test_only_frames_inside_the_package_are_the_packages():
     """A module beside the package whose name begins as the package's does is the user's."""
     package = str(Path(failures.__file__).parents[1])
+    if "site-packages" in package:
+        pytest.skip("all beside an installed package is installed")
     for file, is_users in ((f"{package}_my.py", True), (f"{package}/own.py", False), (f"{package}_lab/own.py", False)):
         with pytest.raises(KeyError) as raised:
             exec(compile("{}['key']", file, "exec"))
