@@ -173,13 +173,11 @@ def _read_json(path: Path) -> list[Any]:
 
 def _read_csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(sys.maxsize)  # by default 131,072 characters
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)  # a quote that stays open is an error
-    header = next(reader, [])
-    for cells in filter(None, reader):
-        if len(cells) != len(header):
-            sizes = f"{len(cells)} cells, and the header {len(header)} columns"
-            raise ValueError(f"line {reader.line_num} has {sizes}; quote cells that hold commas")
-        yield dict(zip(header, cells, strict=True))
+    reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)  # an open quote is an error
+    for record in reader:
+        if None in record or None in record.values():
+            raise ValueError(f"line {reader.line_num} has more or fewer cells than the header; quote those with commas")
+        yield record
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
@@ -191,8 +189,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 def _read_arrow(path: Path) -> Iterator[Record]:
     import pyarrow  # slow to import
 
-    with pyarrow.memory_map(str(path)) as source:
-        yield from table_records(pyarrow.ipc.open_stream(source).read_all())
+    return table_records(pyarrow.ipc.open_stream(path.read_bytes()).read_all())
 
 
 def _read_asdiv_xml(path: Path) -> Iterator[Record]:
