@@ -1,7 +1,6 @@
 """Text environments: episodes of several turns, whose observations are context and not loss."""
 
 import contextlib
-import copy
 import itertools
 import json
 import re
@@ -99,16 +98,11 @@ class ShowsAnImage(Echo):
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(ModelConfig())
-
-
-@pytest.fixture(scope="module")
 def policy():
     return load_policy(ModelConfig(), torch.device("cpu"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sampling(policy, tokenizer):
     return replace(make_sampling(policy, tokenizer, RolloutConfig()), temperature=1.0)
 
@@ -221,7 +215,6 @@ def test_the_stop_token_is_not_repeated_and_another_one_stays(tokenizer):
 def test_one_end_token_stands_between_turns(tokenizer, before):
     """Llama 2's template writes a blank before it, Cohere's another special token."""
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}" + before + "<|im_end|>"
         "{% else %}<|im_start|>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
@@ -286,12 +279,11 @@ def sums(tmp_path):
 
 
 def test_tools_arrive_by_the_template_that_is_meant_for_them(tokenizer, sums):
-    two = copy.deepcopy(tokenizer)
-    two.chat_template = {"default": tokenizer.chat_template, "tool_use": QWEN3.read_text()}
-    (ids,) = load_prompts(sums, two, "test", make_environment=ToolCalculator).ids
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": QWEN3.read_text()}
+    (ids,) = load_prompts(sums, tokenizer, "test", make_environment=ToolCalculator).ids
     assert '"name": "calculate"' in tokenizer.decode(ids)
-    assert parse_calls(two, CALL) == [("f", {"a": [1, "x"]})]
-    observed = tokenizer.decode(observation_ids(two, "7", tokenizer.eos_token_id, "tool", ToolCalculator.tools))
+    assert parse_calls(tokenizer, CALL) == [("f", {"a": [1, "x"]})]
+    observed = tokenizer.decode(observation_ids(tokenizer, "7", tokenizer.eos_token_id, "tool", ToolCalculator.tools))
     assert observed.startswith("\n<|im_start|>user\n<tool_response>\n7\n</tool_response>")
 
 
@@ -407,7 +399,6 @@ def template(begin, each, end):
 @pytest.mark.parametrize("family", FORMS)
 def test_calls_that_a_template_writes_are_read_back(tokenizer, family):
     """Of each family as they were put in, with their types; hostile texts in its form take no time."""
-    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template(*FORMS[family])
     check_calls(tokenizer, Searches)
     for calls in (SEARCHES[:1], SEARCHES[1:], SEARCHES):
@@ -438,7 +429,6 @@ def test_calls_that_a_template_writes_are_read_back(tokenizer, family):
 )  # fmt: skip
 def test_arguments_of_pythonic_calls_are_literals(tokenizer, written, arguments):
     """Reported for other parsers: brackets and line breaks in texts, negative numbers."""
-    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template(*FORMS["llama 4"])
     calls = [] if arguments is None else [("search", arguments)]
     assert parse_calls(tokenizer, f"Well: <|python_start|>[search({written})]") == calls
@@ -453,7 +443,6 @@ def test_arguments_of_pythonic_calls_are_literals(tokenizer, written, arguments)
     ],
 )  # fmt: skip
 def test_a_template_whose_calls_cannot_be_read_is_refused(tokenizer, each, message):
-    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = template("", each, "")
     with pytest.raises(ValueError, match=f"^tool calls of the chat template.*{message}"):
         check_calls(tokenizer, Searches)
@@ -462,7 +451,6 @@ def test_a_template_whose_calls_cannot_be_read_is_refused(tokenizer, each, messa
 
 def test_a_template_may_demand_a_call_before_a_tools_turn(tokenizer):
     """And an id of nine letters and digits, as Mistral's."""
-    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = MISTRAL
     end = tokenizer.eos_token_id
     for after, begin in ((end, ""), (0, "<|im_end|>")):
@@ -522,7 +510,6 @@ def test_a_reset_that_gives_two_prompts_is_refused(tokenizer, sampling, sums, mo
 
 
 def test_an_observation_with_a_token_that_the_model_does_not_have_is_refused(tokenizer, sampling):
-    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens("<image>")
     with pytest.raises(ValueError, match=r"do not include '<image>' \(id 559\): resize the model"):
         play(tokenizer, sampling, ["7|"], ["8|"], group_size=1, environment=ShowsAnImage)
