@@ -127,10 +127,7 @@ def skip_unreadable(folder: Path) -> Iterator[None]:
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
     """Local paths of the folders; files, such as a sweep's between its runs' folders, are left out."""
-    folders = [path for path in map(local_path, paths) if not path.is_file()]
-    if not folders:
-        raise ValueError("no folder of a run is given")
-    return folders
+    return [path for path in map(local_path, paths) if not path.is_file()]
 
 
 def read_runs(roots: Sequence[Path]) -> Runs:
@@ -138,9 +135,8 @@ def read_runs(roots: Sequence[Path]) -> Runs:
     run_folders: set[Path] = set()
     evaluation_folders: set[Path] = set()
     for root in roots:
-        files = list(root.rglob("*"))
-        runs_here = {path.parent.resolve() for path in files if path.name == "metrics.jsonl"}
-        evaluations_here = {path.parent.resolve() for path in files if path.name == "results.json"}
+        runs_here = {path.parent.resolve() for path in root.rglob("metrics.jsonl")}
+        evaluations_here = {path.parent.resolve() for path in root.rglob("results.json")}
         if not runs_here | evaluations_here:
             warn(f"{root}: {'no run and no evaluation in it' if root.exists() else 'there is no such folder'}")
         run_folders |= runs_here
@@ -190,24 +186,9 @@ def read_run(folder: Path) -> LabRun:
     return LabRun(folder, read_switches(folder), read_metrics(folder), summary)
 
 
-def read_samples(folder: Path) -> list[Row]:
-    """The recorded completions of a run that say which they are."""
-    samples = read_jsonl(folder / "samples.jsonl")
-    placed = [sample for sample in samples if {"step", "problem", "sample"} <= sample.keys()]
-    if len(placed) < len(samples):
-        warn(f"{folder}: {len(samples) - len(placed)} lines of samples.jsonl lack step, problem or sample; left out")
-    return placed
-
-
 def read_switches(folder: Path) -> Row:
-    switches = flat(read_config(folder / "config.yaml"))
-    if missing := [name for name in (DATA, MODEL, SEED) if switches.get(name) is None]:
-        warn(f"{folder}: config.yaml says nothing of {', '.join(missing)}")
-    return complete_switches(folder, switches)
-
-
-def complete_switches(folder: Path, switches: Row) -> Row:
     """Switches as `LabRun` has them, with the defaults of those that a configuration of ours lacks."""
+    switches = flat(read_config(folder / "config.yaml"))
     " ".join(map(str, [*switches, *switches.values()])).encode()  # raises where half a surrogate pair is: no text
     if switches.get(DATA) == "file":  # of which there are many
         path = switches.get("data.path")
@@ -249,13 +230,12 @@ def read_metrics(folder: Path) -> pd.DataFrame:
 def summary_rows(run: LabRun) -> Iterator[Row]:
     """The numbers of a run's summary, none while it is not finished."""
     config = run.switches
-    summary = run.summary
     about = {"stage": "run", "model": config[MODEL], "evaluation": "summary"}
-    yield from result_rows(summary, about)
+    yield from result_rows(run.summary, about)
     stages = ("after", "final") if config.get("run.fork_from") else ("before", "after", "final")  # before: its parent's
     for stage in stages:
-        if result := summary.get(stage):  # {} with --run.test_limit 0
-            intervals = {name: result.get("ci95" if name == "accuracy" else f"{name}_ci95") for name in result}
+        if result := run.summary.get(stage):  # {} with --run.test_limit 0
+            intervals = {name: result.get(f"{name}_ci95".removeprefix("accuracy_")) for name in result}
             estimates = {name: {"value": result[name], "ci95": ci95} for name, ci95 in intervals.items() if ci95}
             test = {"stage": stage, "data": config[DATA], "split": "test", "temperature": "0"}
             test["limit"] = config.get("rollout.max_completion_tokens")

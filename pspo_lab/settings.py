@@ -74,22 +74,20 @@ def methods(configs: pd.DataFrame) -> pd.Series:
 
 
 def labels(configs: pd.DataFrame) -> pd.Series:
-    """Name of each run's setting: its surrogate, and the switches in which these runs differ, unless at their default
-    (a learning rate is always said).
+    """Name of each run's setting: its surrogate, and the switches in which these runs differ, unless at their default.
 
-    A surrogate's arguments come first: those in which its runs differ, then those that are not at its default, which is
-    unknown for a class of a user's. Other switches follow in the order of their names. Values are short where that
-    tells them apart.
+    A surrogate's arguments come first, all that are not at their default, which is unknown for a class of a user's. A
+    learning rate is always said.
     """
     short = short_names(configs)
     value_texts = configs.apply(short_values)
     texts = {}
     switches = [name for name in differing(configs) if not name.startswith(ARGUMENT)]
     for method, runs in configs.groupby(methods(configs)):
-        compared = [name for name in differing(runs) if name.startswith(ARGUMENT)]
+        arguments = [name for name in sorted(runs) if name.startswith(ARGUMENT)]
+        compared = [name for name in differing(runs) if name in arguments]
         default_values = defaults(str(runs[SURROGATE].iloc[0])) | {RATE: None}
-        others = sorted(name for name in runs if name.startswith(ARGUMENT) and name not in compared)
-        for run, values in runs[compared + others + switches].iterrows():
+        for run, values in runs[arguments + switches].iterrows():
             parts = [
                 f"{short[name]}={value_texts.loc[run, name]}"
                 for name, value in values.dropna().items()
@@ -111,12 +109,10 @@ def shared_sentence(configs: pd.DataFrame) -> str:
     """The switches that all runs share and that are at no default, model and data aside; "" if there are none."""
     short = short_names(configs)
     switches = configs.drop(columns=[*not_compared(), MODEL, DATA, SURROGATE], errors="ignore")
-    same = [name for name in switches if switches[name].nunique(dropna=False) == 1]
-    texts = []
+    shared = switches.loc[:, switches.nunique(dropna=False) == 1].iloc[0].dropna()
     default_values = defaults() | {RATE: None}
-    for name, value in switches[same].iloc[0].dropna().items():
-        if value != default_values.get(name, value):
-            texts.append(f"{short[name]}={cut(short_value(value))}")
+    unusual = [name for name, value in shared.items() if value != default_values.get(name, value)]
+    texts = [f"{short[name]}={short_value(shared[name])}" for name in unusual]
     return f"All have {', '.join(texts)}." if texts else ""
 
 
@@ -127,18 +123,10 @@ def short_names(configs: pd.DataFrame) -> dict[str, str]:
     return {name: word if name.startswith(ARGUMENT) or count[word] == 1 else name for name, word in words.items()}
 
 
-def cut(text: str) -> str:
-    """At most `LONG` characters of a text."""
-    return text if len(text) <= LONG else f"{text[: LONG - 1]}…"
-
-
 def short_values(values: pd.Series) -> pd.Series:
-    """A switch's values in labels: the shortest that tell them apart."""
-    for write in (lambda value: cut(short_value(value)), short_value):
-        texts = values.map(write)
-        if texts.nunique() == values.nunique(dropna=False):
-            return texts
-    return values.map(str)
+    """A switch's values in labels: short where that tells them apart."""
+    texts = values.map(short_value)
+    return texts if texts.nunique() == values.nunique(dropna=False) else values.map(str)
 
 
 def short_value(value: Any) -> str:
@@ -158,7 +146,8 @@ def short_value(value: Any) -> str:
         return short_value(value["class_path"]) + (f"({arguments})" if arguments else "")
     if isinstance(value, dict):
         return ", ".join(f"{name}: {short_value(part)}" for name, part in value.items())
-    return re.sub(r"(?<![\w./-])[\w./-]*[./](?=[A-Za-z_])", "", " ".join(str(value).split()))
+    text = re.sub(r"(?<![\w./-])[\w./-]*[./](?=[A-Za-z_])", "", " ".join(str(value).split()))
+    return text if len(text) <= LONG else f"{text[: LONG - 1]}…"
 
 
 def usual_arguments(class_path: str) -> dict[str, Any]:

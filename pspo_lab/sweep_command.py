@@ -62,16 +62,16 @@ class JobRunner:
     async def carry_out(self, job: Job) -> None:
         """Train and evaluate, or do what is left of it; if cancelled, no process is left running."""
         failure = job.folder.with_suffix(".failed")
-        if not job.finished and failure.exists() and not self.sweep.retry_failed:
+        if failure.exists() and not self.sweep.retry_failed:
             self.failed[job.folder] = failure.read_text(encoding="utf-8")
-        elif not job.finished:
-            gpus = await self.idle.get()
-            job.folder.parent.mkdir(parents=True, exist_ok=True)
-            failure.unlink(missing_ok=True)
-            while not job.finished and job.folder not in self.failed:
-                await self.run_next_command(job, gpus)
-            self.idle.put_nowait(gpus)
-            tqdm.write(f"{job.folder}: {self.failed.get(job.folder, 'finished')}")
+            return
+        gpus = await self.idle.get()
+        job.folder.parent.mkdir(parents=True, exist_ok=True)
+        failure.unlink(missing_ok=True)
+        while not job.finished and job.folder not in self.failed:
+            await self.run_next_command(job, gpus)
+        self.idle.put_nowait(gpus)
+        tqdm.write(f"{job.folder}: {self.failed.get(job.folder, 'finished')}")
         if job.finished and job.stage != "full":  # a search needs no weights
             for name in WEIGHTS:
                 shutil.rmtree(job.folder / name, ignore_errors=True)
@@ -150,16 +150,12 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def show_plan(plan: list[Method]) -> None:
-    """Print all runs, or the settings of a search, then the number of runs by experiment and stage."""
+    """Print all settings, then the number of runs by experiment and stage."""
     rows = []
     for method in plan:
-        if len(method.stages) > 1:
-            print(*(f"{method.experiment}/{setting}" for setting in method.settings), sep="\n")
-        for job in planned_jobs(method):
-            if len(method.stages) == 1:
-                print(job.folder, "(finished)" if job.finished else "")
-            if job.stage != "untrained":
-                rows.append((method.experiment, job.stage, 1, job.finished))
+        print(*(f"{method.experiment}/{setting}" for setting in method.settings), sep="\n")
+        jobs = planned_jobs(method)
+        rows += [(method.experiment, job.stage, 1, job.finished) for job in jobs if job.stage != "untrained"]
     table = pd.DataFrame(rows, columns=["experiment", "stage", "runs", "finished"])
     print(f"\n{table.groupby(['experiment', 'stage'], sort=False).sum()}\n\n{table.sum(numeric_only=True).to_string()}")
 
@@ -174,25 +170,22 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> str:
     if sweep.pilot is not None:
         runs = read_runs(run_folders([sweep.pilot]))
         runs = runs.take(runs.finished())
+        values = main_values(runs, labels(runs.configs))
+        if sd is None:
+            sd, df = noise_floor(values)
+            if not df:
+                raise ValueError(f"--pilot {sweep.pilot} takes two finished seeds of a setting; or give --sd")
+            column = values["column"].iloc[0]
         summaries = [runs.folders[run].summary for run in runs.configs.index]
-        if not summaries:
-            raise ValueError(f"--pilot {sweep.pilot}: no run there is finished")
         seconds = sum(summary["seconds"] for summary in summaries) / sum(s["optimizer_steps"] for s in summaries)
         jobs = [job for method in plan for job in planned_jobs(method) if not job.trained]
         steps = sum(job.config["run"]["max_steps"] for job in jobs)
         device = read_json(Path(runs.configs.index[0], "environment.json")).get("device", "machine")
         hours = f"{seconds * steps / 3600:.1f} hours of the pilot's {device}"
         lines.append(f"{steps:,} optimizer steps take about {hours}: {seconds:.2f} s each there.")
-        if sd is None:
-            values = main_values(runs, labels(runs.configs))
-            sd, _ = noise_floor(values)
-            column = values["column"].iloc[0]
-            if not sd > 0:
-                raise ValueError(f"--pilot {sweep.pilot} takes two seeds of a setting; or give --sd")
     unit = " points" if column.endswith("(%)") else ""
-    lines.append(
-        f"Noise floor: two seeds of one setting differ by {number_text(column, sd)}{unit} (standard deviation)."
-    )
+    floor = f"{number_text(column, sd)}{unit}"
+    lines.append(f"Noise floor: two seeds of one setting differ by {floor} (standard deviation).")
     for name in dict.fromkeys(method.experiment for method in plan):
         found = Estimate(0.0, sd**2, 0.0, len(sweep.experiments[name].seeds), 1)
         if found.n_seeds > 1:
@@ -239,11 +232,8 @@ async def run_stages(runner: JobRunner, plan: list[Method], output: Path) -> Non
             (output / name).mkdir(exist_ok=True)
             write_json(output / name / "selection.json", {m.name: m.selection() for m in due if m.experiment == name})
         jobs = [job for m in due for job in m.jobs([stage], m.chosen(stage))]
-        finished = [job for job in jobs if job.finished]
-        for job in finished:  # which may have left files
-            await runner.carry_out(job)
-        tasks = [asyncio.create_task(runner.carry_out(job)) for job in jobs if job not in finished]
-        with Bar(desc=stage, total=len(jobs), initial=len(finished), unit="run", quiet=not tasks) as bar:
+        tasks = [asyncio.create_task(runner.carry_out(job)) for job in jobs if not job.finished]
+        with Bar(desc=stage, total=len(jobs), initial=len(jobs) - len(tasks), unit="run", quiet=not tasks) as bar:
             for task in asyncio.as_completed(tasks):
                 await task
                 bar.advance()

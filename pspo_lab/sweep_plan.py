@@ -12,7 +12,6 @@ from typing import Any
 
 from pspo.cli.files import argument_text, read_jsonl, require_same
 from pspo.cli.parse import parse
-from pspo.cli.terminal import Bar
 from pspo.config import EvaluateConfig, Section, TrainConfig, require, switch
 from pspo.run.endings import user_errors
 
@@ -92,27 +91,21 @@ class Job:
         return self.trained and all((self.folder / name / "results.json").exists() for name in self.evaluate)
 
     @property
-    def validation_rewards(self) -> list[float]:
+    def last_validation_reward(self) -> float:
         records = read_jsonl(self.folder / "metrics.jsonl")
-        rewards = [record["validation_reward"] for record in records if "validation_reward" in record]
-        return [-math.inf if reward is None else reward for reward in rewards]
+        reward = [record["validation_reward"] for record in records if "validation_reward" in record][-1]
+        return -math.inf if reward is None else reward
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method of an experiment.
-
-    Attributes:
-        settings: their switches, by name.
-        stages: how many settings take part in each, in order; None: all.
-        possible: the jobs of all settings in all stages.
-    """
+    """One method of an experiment."""
 
     experiment: str
     name: str
-    settings: dict[str, Switches]
-    stages: dict[str, int | None]
-    possible: list[Job]
+    settings: dict[str, Switches]  # by name
+    stages: dict[str, int | None]  # how many settings take part in each, in order; None: all
+    possible: list[Job]  # of all settings in all stages
 
     def jobs(self, stages: list[str], settings: list[str]) -> list[Job]:
         jobs = [job for job in self.possible if job.stage in stages and job.setting in settings]
@@ -125,7 +118,7 @@ class Method:
         jobs = self.jobs(before, settings)
         if not all(job.trained for job in jobs):
             return []
-        sums = {name: math.fsum(job.validation_rewards[-1] for job in jobs if job.setting == name) for name in settings}
+        sums = {name: math.fsum(job.last_validation_reward for job in jobs if job.setting == name) for name in settings}
         return sorted(sums, key=sums.get, reverse=True)[: self.stages[stage]]
 
     def selection(self) -> dict[str, Any]:
@@ -134,23 +127,21 @@ class Method:
         selected = self.chosen("full")
         records = []
         for name, switches in self.settings.items():
-            jobs = self.jobs(["grid", "confirm"], [name])
-            rewards = {job.seed: job.validation_rewards for job in jobs if job.trained}
-            last = {seed: values[-1] for seed, values in rewards.items()}
+            jobs = [job for job in self.jobs(["grid", "confirm"], [name]) if job.trained]
+            last = {job.seed: job.last_validation_reward for job in jobs}
             records.append({
                 "setting": name,
                 "switches": switches,
                 "kept": name in confirmed,
                 "mean_last": fmean(last.values()) if last else None,
                 "last_validation_reward": last,
-                "best_validation_reward": {seed: max(values) for seed, values in rewards.items()},
             })  # fmt: skip
         return {"selected": selected[0] if selected else None, "settings": records}
 
 
 def make_plan(sweep: SweepConfig) -> list[Method]:
     """Methods of the sweep, every configuration checked."""
-    plan = []
+    plan: list[Method] = []
     for name in sweep.only or sweep.experiments:
         require(name in sweep.experiments, "only", f"must name experiments ({', '.join(sweep.experiments)})", name)
         experiment = sweep.experiments[name]
@@ -161,16 +152,10 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
             require(bool(is_free), f"experiments.{name}.evaluate", rule, folder)
             prog = f"pspo sweep: {name}, evaluate {folder}"
             _, evaluations[folder] = parse(EvaluateConfig, prog, switch_words(switches))
-        methods = [
-            make_method(sweep, name, method, grid)
-            for method, grid in Bar(experiment.methods.items(), desc=f"check {name}", leave=False)
-        ]
-        jobs = [job for method in methods for job in method.possible]
+        methods = [make_method(sweep, name, method, grid) for method, grid in experiment.methods.items()]
         if evaluations:
-            untrained = untrained_evaluations(sweep, name, jobs)
-            methods.append(untrained)
-            jobs += untrained.possible
-        for job in jobs:
+            methods.append(untrained_evaluations(sweep, name, [job for method in methods for job in method.possible]))
+        for job in (job for method in methods for job in method.possible):
             for folder in job.evaluate:
                 require_same_switches(job.folder / folder, evaluations[folder], [*MODEL, "run.output_dir", "run.quiet"])
         plan += methods
@@ -205,17 +190,16 @@ def make_method(sweep: SweepConfig, name: str, method: str, grid: Switches | lis
 
 
 def untrained_evaluations(sweep: SweepConfig, name: str, jobs: list[Job]) -> Method:
-    """A job for each model that these jobs begin with."""
-    models = {(job.config["model"]["name_or_path"], job.config["model"]["revision"]): job for job in jobs}
-    last_names = [Path(model).name for model in {model for model, _ in models}]
-    possible = []
-    for (model, revision), job in models.items():
-        model_name = Path(model).name if last_names.count(Path(model).name) == 1 else model
-        setting = re.sub(r"[^\w.=+-]", "_", "-".join(filter(None, [model_name, revision])))
+    """A job for each model that these jobs begin with: its evaluations."""
+    possible = {}
+    for job in jobs:
+        model = job.config["model"]
+        setting = folder_name("-".join(filter(None, [model["name_or_path"], model["revision"]])))
         folder = Path(sweep.output, name, "untrained", setting)
         evaluate = sweep.experiments[name].evaluate
-        possible.append(replace(job, folder=folder, stage="untrained", setting=setting, evaluate=evaluate))
-    return Method(name, "untrained", {job.setting: {} for job in possible}, {"untrained": None}, possible)
+        possible[setting] = replace(job, folder=folder, stage="untrained", setting=setting, evaluate=evaluate)
+    settings = {setting: {} for setting in possible}
+    return Method(name, "untrained", settings, {"untrained": None}, list(possible.values()))
 
 
 def setting_jobs(
@@ -251,11 +235,13 @@ def grid_points(grid: Switches | list[Switches]) -> list[Switches]:
 
 def setting_name(method: str, switches: Switches) -> str:
     """Folder name of a setting, such as clip-epsilon=0.2-lr=1e-06."""
-    parts = [method]
-    for name, value in switches.items():
-        if name not in ("config", "algorithm.surrogate"):
-            parts.append(f"{name.rpartition('.')[2]}={argument_text(value)}")
-    return re.sub(r"[^\w.=+-]", "_", "-".join(parts))
+    told = {name: value for name, value in switches.items() if name not in ("config", "algorithm.surrogate")}
+    parts = [method, *(f"{name.rpartition('.')[2]}={argument_text(value)}" for name, value in told.items())]
+    return folder_name("-".join(parts))
+
+
+def folder_name(text: str) -> str:
+    return re.sub(r"[^\w.=+-]", "_", text)
 
 
 def switch_words(switches: Switches) -> list[str]:

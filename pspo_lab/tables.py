@@ -25,8 +25,6 @@ TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
 SEEDS_FOR_AN_INTERVAL = 3
 COMPARED = ("final reward", "area under the curve", "final validation reward")
 SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
-DIAGNOSTICS = ["ratio_p1", "ratio_p99", "ess", "ess_sequence", "zero_weight_share", "zero_weight_share_positive",
-               "zero_weight_share_negative", "tv", "tv_smoothed", "kl_old_new", "grad_norm"]  # fmt: skip
 NOTES = {
     "Accuracy": "Greedy, of the model that each run returned, the best by validation, and of its final one; gold "
     "anywhere is the paper's true accuracy. Mean over seeds, from three on with the 95% t-interval over seeds and "
@@ -39,10 +37,6 @@ NOTES = {
     "same order, with the 95% t-interval of this difference alone from three seeds on. detects: the smallest "
     "difference that so many seeds and problems find at 80% power; then the seeds that would find so little, - if no "
     "1,000 would on so many problems.",
-    "Off-policy diagnostics": "Means over rollouts, of the last and most off-policy step, over tokens with an "
-    "advantage: percentiles of the ratio r; effective sample size of tokens and completions; share of tokens without "
-    "weight; total variation between old and new policy, and times the surrogate's slope relative to NoClip's; "
-    "KL(old || new) in nats; gradient norm.",
 }
 
 # Values
@@ -124,7 +118,7 @@ def learning(runs: Runs) -> pd.DataFrame:
     table = pd.DataFrame.from_dict(rows, orient="index")
     best_step = runs.numbers[runs.numbers["measure"] == "best_step"].set_index("run")["value"]
     table["returned untrained (%)"] = (best_step == 0).astype(float)
-    return run_rows(table)
+    return table.rename_axis("run").reset_index().melt("run", var_name="column").dropna(subset="value")
 
 
 def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
@@ -174,11 +168,6 @@ def noise_floor(values: pd.DataFrame) -> tuple[float, int]:
     groups = values.groupby("row")["value"]
     df = groups.size() - 1
     return float(np.sqrt(2 * (groups.var() * df).sum() / df.sum())) if df.sum() else np.nan, int(df.sum())
-
-
-def run_rows(numbers: pd.DataFrame) -> pd.DataFrame:
-    """Values from a table indexed by run."""
-    return numbers.rename_axis("run").reset_index().melt("run", var_name="column").dropna(subset="value")
 
 
 # Cells
@@ -232,9 +221,8 @@ def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd
         after = pd.concat([accuracies(runs, stage, greedy) for stage in ("after", "final")])
         after = after.assign(row=after["run"].map(labels))
         by_title[title] = pd.concat([make_cells(before).assign(seeds=0), make_cells(after)])
-    diagnostics = run_rows(runs.metrics.reindex(columns=["run", *DIAGNOSTICS]).groupby("run", sort=False).mean())
-    for title, values in (("Learning", learning(runs)), ("Off-policy diagnostics", diagnostics)):
-        by_title[title] = make_cells(values.assign(row=values["run"].map(labels)))
+    rewards = learning(runs)
+    by_title["Learning"] = make_cells(rewards.assign(row=rewards["run"].map(labels)))
     by_title["Paired differences"] = add_holm(make_cells(paired_differences(runs, labels), differences=True))
     return {title: by_title[title] for title in NOTES if len(by_title[title])}
 
@@ -251,18 +239,14 @@ def add_holm(differences: pd.DataFrame) -> pd.DataFrame:
 
 def table_texts(cells: pd.DataFrame) -> dict[str, str]:
     """A table in 100 columns, by test, such as "gsm8k test, n = 1,319", or of differences by column."""
-    texts = {}
     if "needs" in cells:
-        for column, part in cells.groupby("column", sort=False):
-            texts[column] = difference_table(part)
+        parts = {column: difference_table(part) for column, part in cells.groupby("column", sort=False)}
     else:
         names = cells["column"].str.rpartition(": ")  # "" is no test
-        for test, part in cells.assign(column=names[2]).groupby(names[0], sort=False):
-            texts[test] = value_table(part)
-    lines = {}
-    for title, table in texts.items():
-        lines[title] = table.rename(index=one_line, columns=one_line).to_string(line_width=100)
-    return lines
+        by_test = cells.assign(column=names[2]).groupby(names[0], sort=False)
+        parts = {test: value_table(part) for test, part in by_test}
+    texts = {title: part.rename(index=one_line, columns=one_line) for title, part in parts.items()}
+    return {title: table.to_string(line_width=100) for title, table in texts.items()}
 
 
 def value_table(cells: pd.DataFrame) -> pd.DataFrame:

@@ -42,12 +42,9 @@ def make_page(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
     files = {"css": "page.css", "js": "page.js", "uplot_js": "uplot.js"}
     assets = {name: Markup((FOLDER / file).read_text(encoding="utf-8")) for name, file in files.items()}
     template = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html.j2")
-    title = ", ".join(root.resolve().name for root in roots[:3])
-    if len(roots) > 3:
-        title += " ..."
+    title = ", ".join(root.resolve().name for root in roots)
     compared = {text: parse_surrogate(text) for text in surrogates}
-    if not compared:
-        compared = {name: surrogate() for name, surrogate in surrogate_classes().items()}
+    compared = compared or {name: surrogate() for name, surrogate in surrogate_classes().items()}
     runs = read_runs(roots)
     if runs.configs.empty:
         raise ValueError(f"no run is in {', '.join(map(str, roots))}")

@@ -1,9 +1,9 @@
 """Contents of the page as plain data: curves, groups, tokens under several surrogates, tests before and after."""
 
-import ast
 import base64
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -28,7 +28,7 @@ from pspo_lab import settings
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
 from pspo_lab.identities import RATIOS, make_surrogate, token_curve
-from pspo_lab.runs import LabRun, Runs, read_samples, skip_unreadable, warn
+from pspo_lab.runs import LabRun, Runs, skip_unreadable, warn
 from pspo_lab.tables import mean_over_seeds
 
 TOKEN_TYPES = COLUMNS | {"token_id": float}  # which a run of another trainer may lack
@@ -168,7 +168,7 @@ def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -
     left_out = 0
     for run, (folder, token_files) in enumerate(zip(folders, files, strict=True)):
         with skip_unreadable(folder):
-            samples = read_samples(folder)
+            samples = read_jsonl(folder / "samples.jsonl")
             steps = sorted({sample["step"] for sample in samples})
             every = max(1, math.ceil(visits / MOST_TOKENS), math.ceil(len(samples) / MOST_SAMPLES))
             on_page = {*steps[::every], *steps[-1:]}
@@ -264,13 +264,9 @@ def surrogate_curve(surrogate: Surrogate | None) -> Record | None:
 
 def parse_surrogate(text: str) -> Surrogate:
     """A surrogate from ``PSPO``, ``Clip(epsilon=0.1)`` or ``my_loss.SoftClip(width=2)``; ValueError if it is none."""
-    try:
-        call = ast.parse(text, mode="eval").body
-        name, words = (call.func, call.keywords) if isinstance(call, ast.Call) else (call, [])
-        if isinstance(call, ast.Call) and call.args:
-            raise ValueError("a parameter lacks its name")
-        arguments = {word.arg: ast.literal_eval(word.value) for word in words}
-        surrogate = {"class_path": ast.unparse(name), "init_args": arguments}
-        return make_config(TrainConfig, "pspo view", [], {"algorithm": {"surrogate": surrogate}})[0].algorithm.surrogate
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"--surrogates {text}: {error}; write Name or 'Name(parameter=1.0)'") from error
+    match = re.fullmatch(r"([\w.]+)(?:\((.*)\))?", text)
+    if match is None:
+        raise ValueError(f"--surrogates {text}: write Name or 'Name(parameter=1.0)'")
+    arguments = [part.strip() for part in (match[2] or "").split(",") if part.strip()]
+    words = [f"--algorithm.surrogate={match[1]}", *(f"--algorithm.surrogate.{part}" for part in arguments)]
+    return make_config(TrainConfig, "pspo view", words, {})[0].algorithm.surrogate

@@ -254,14 +254,14 @@ def test_one_algorithm_under_two_names_is_named_and_who_won_comes_first(make_run
     )  # sqrt(2 (0.01 + 0.01 + 0.01053) / 3)
 
 
-def test_long_settings_are_named_by_what_differs_first_and_files_between_runs_are_left_out(make_run, report):
+def test_a_class_of_a_user_s_is_named_by_all_arguments_and_files_between_runs_are_left_out(make_run, report):
     for width in (0.1, 0.2):
         own = {"a_parameter_of_many_letters": "and_a_value", "width": width, "reward": f"mine{width}.score"}
         folder = make_run(f"own/width={width}/seed-0", "Long", module="mine", own=own)
         folder.with_suffix(".log").touch()
     cells, _, _ = report(*folder.parent.parent.glob("*/*"))
     assert {row for _, _, row, _ in cells} - {"tiny"} == {
-        f"Long (reward=mine{width}.score, width={width}, a_parameter_of_many_letters=and_a_value)"
+        f"Long (a_parameter_of_many_letters=and_a_value, reward=mine{width}.score, width={width})"
         for width in (0.1, 0.2)
     }
 

@@ -99,7 +99,6 @@ def test_what_a_run_of_another_trainer_lacks_is_left_out(runs, tmp_path):
     for name, columns in (("metrics", ("step", "reward")), ("samples", ("step", "problem", "sample", "completion"))):
         records = read_jsonl(runs / f"seed-0/{name}.jsonl")
         append_jsonl(tmp_path / f"{name}.jsonl", *({key: record[key] for key in columns} for record in records))
-    append_jsonl(tmp_path / "samples.jsonl", {"step": 2, "prompt": "?", "completion": "4"})  # of no group
     table = pd.read_parquet(runs / "seed-0/tokens.parquet")
     (tmp_path / "tokens.parquet").mkdir()
     for step, rollout in table.groupby((table["step"] + 1) // 2 * 2):  # two steps in each
