@@ -238,14 +238,34 @@ OPTIONS = [
     {"entropy_coef": 0.1},
     {"accumulation": 2, "loss_type": "grpo"},
     {"surrogate": None, "scale_rewards": "none"},
+    {"use_vllm": True, "beta": 0.1},
 ]
+
+
+def correct_for_an_engine(trainer):
+    """Make TRL multiply the losses by ratios to an engine that there is not."""
+    compute_loss = trainer._compute_loss
+    trainer.vllm_importance_sampling_correction = True
+
+    def corrected(model, inputs):
+        ratios = torch.rand(inputs["completion_ids"].shape, generator=torch.Generator().manual_seed(3)) + 0.5
+        sampled = inputs["old_per_token_logps"] - ratios.log()
+        trainer.use_vllm = True
+        loss = compute_loss(model, inputs | {"importance_sampling_ratio": ratios, "sampling_per_token_logps": sampled})
+        trainer.use_vllm = False
+        return loss
+
+    trainer._compute_loss = corrected
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_record_changes_no_bit_and_its_weights_are_the_gradients(tmp_path, options):
     """Weight times gradient of the log-prob, summed over the tokens, is the gradient of each step."""
     options = {"surrogate": "stock", "accumulation": 1} | options
+    is_corrected = options.pop("use_vllm", False)
     stock = make_trainer(tmp_path / "stock", **options | {"surrogate": "stock"})
+    if is_corrected:
+        correct_for_an_engine(stock)
     stock.train()
 
     steps = []  # of each the model before it, the inputs of its microbatches, and its gradient
@@ -265,6 +285,8 @@ def test_a_record_changes_no_bit_and_its_weights_are_the_gradients(tmp_path, opt
 
     trainer._compute_loss = watched
     Record(tmp_path / "run", groups=99).attach(trainer)
+    if is_corrected:
+        correct_for_an_engine(trainer)
     trainer.train()
 
     for ours, theirs in zip(trainer.model.parameters(), stock.model.parameters(), strict=True):
