@@ -11,7 +11,7 @@ import torch
 from batches import by_root
 
 from pspo.config import AlgorithmConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
-from pspo.losses import EntropyQuantile, NoClip, OffPolicyMask
+from pspo.losses import EntropyQuantile, NoClip
 from pspo.rollout import Rollout
 from pspo.update import update
 from pspo.update.learner import Learner
@@ -87,13 +87,10 @@ def naive_row(model, rollout, i):
     return reference.row_logprobs(model, rollout.token_ids, i, TEMPERATURE)
 
 
-def tokens_left_out(terms, moved, entropies, mask, advantage):
+def tokens_left_out(terms, entropies, mask):
     """By token of a row, True if one of the terms leaves it out of the surrogate's loss."""
     left_out = [False] * len(mask)
     for term in terms:
-        if isinstance(term, OffPolicyMask):
-            is_far = reference.off_policy(moved, mask, advantage, term.threshold)
-            left_out = [already or is_far for already in left_out]
         if isinstance(term, EntropyQuantile):
             inside = [entropy for entropy, is_in_loss in zip(entropies, mask, strict=True) if is_in_loss]
             lowest = reference.uncertain(inside, term.share) - 1e-9 if inside else 0.0
@@ -123,8 +120,7 @@ def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
         sampler = old[i]
         if rollout.sampler_logprobs is not None:
             sampler = rollout.sampler_logprobs[i][rollout.completion_mask[i]]
-        moved = [x - y for x, y in zip(values, sampler.tolist(), strict=True)]
-        left_out = tokens_left_out(algorithm.terms, moved, entropies.tolist(), masks[i], row_advantages[0])
+        left_out = tokens_left_out(algorithm.terms, entropies.tolist(), masks[i])
         losses = [0.0 if out else x for x, out in zip(losses, left_out, strict=True)]
         slopes = [0.0 if out else x for x, out in zip(slopes, left_out, strict=True)]
         if algorithm.effective_correction != "none":

@@ -27,7 +27,6 @@ DECODERS = [*OWN_LOOP, "hf"]
 each_decoder = pytest.mark.parametrize("decoder", DECODERS)
 HOSTILE = {
     "sampling": {"do_sample": True, "top_k": 3, "top_p": 0.2, "temperature": 0.1, "repetition_penalty": 1.5},
-    "greedy": {"do_sample": False, "temperature": 0.9, "top_p": 0.5, "min_p": 0.3, "typical_p": 0.5},
     "lengths": {"max_length": 5, "max_new_tokens": 2, "min_new_tokens": 11, "min_length": 15, "max_time": 1e-4},
     "tokens": {
         "bad_words_ids": [[5], [6, 7]], "suppress_tokens": list(range(8, 40)), "begin_suppress_tokens": [40, 41],

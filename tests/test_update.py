@@ -133,19 +133,6 @@ def test_a_stale_rollout_equals_the_naive_trainer(policy, surrogate):
 # ---------------------------------------------------------------- invariances
 
 
-@pytest.mark.parametrize(("surrogate", "correction"), [(GSPO(0.1, 0.2), "none"), (Clip(), "token_truncate")], ids=name)
-def test_rows_that_the_policy_has_moved_away_from_are_left_out(policy, surrogate, correction):
-    """With a correction from the sampler's log-probs, else from the old ones: from the second step on."""
-    rollout, advantages = make_rollout()
-    if correction != "none":
-        rollout = with_sampler(rollout, policy, 0.6, seed=7)
-    config = make_config(surrogate, terms=[OffPolicyMask(0.02)], correction=correction, beta=0.5, **OFF_POLICY)
-    metrics = assert_equals_naive(policy, rollout, advantages, config)
-    without = run(policy, rollout, advantages, make_config(surrogate, correction=correction, beta=0.5, **OFF_POLICY))[1]
-    assert (metrics[0]["loss"] != without[0]["loss"]) == (correction != "none")
-    assert metrics[2]["loss"] != without[2]["loss"]
-
-
 SPLIT = [  # with its settings whatever looks at more than one token
     *((*pair, {}) for pair in PAIRS[1::2]),
     (Clip(), by_root, {}),

@@ -28,14 +28,10 @@ def correction_weights(
     "token_mask" with a floor is IcePop (Ling Team 2025, 2510.18855: 0.5 and 5).
 
     Args:
-        old_logprobs, sampler_logprobs, mask: (B, T).
+        old_logprobs, sampler_logprobs, mask: (B, T), as the weights, which have no gradient and are 0 where masked.
         mode: "token_..." takes each token's ratio, "sequence_..." the product over the row's unmasked tokens;
             "..._truncate" cuts ratios at floor and cap (Yao et al. 2025), "..._mask" sets those outside them to 0.
             A function of your own gets the three tensors and returns weights, (B,) or (B, T).
-        cap, floor: largest and smallest ratio.
-
-    Returns:
-        (B, T) without gradient, 0 where masked.
     """
     if callable(mode):
         weights = mode(old_logprobs, sampler_logprobs, mask)

@@ -27,11 +27,9 @@ def kl_estimate(
     """Estimate KL(policy || reference) at every token.
 
     Args:
-        logprobs: (B, T), the policy's, with gradient.
-        ref_logprobs: (B, T), the reference model's at the same temperature.
+        logprobs, ref_logprobs, old_logprobs: (B, T), at the same temperature; the last for "unbiased_k3" alone.
         estimator: "k1" (unbiased, signed, k2's gradient), "k2" (biased, low variance), "k3" (unbiased, at least 0) or
             "unbiased_k3" (r k3, r = exp(logprob - old_logprob) with its gradient: DeepSeek-V3.2, 2512.02556).
-        old_logprobs: (B, T), for "unbiased_k3".
 
     Returns:
         (B, T), in nats, 0 where masked. x is clamped to +-20. Beyond, the gradient is that at the bound, not 0: it

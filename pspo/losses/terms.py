@@ -93,8 +93,7 @@ class EntropyBonus(Term):
 class OffPolicyMask(Term):
     """0 where A < 0 in a row that the policy has moved away from: DeepSeek-V3.2's off-policy mask (2512.02556).
 
-    Args:
-        threshold: in nats, of the row's mean log(sampler / policy); the old policy's where the sampler's are not kept.
+    The threshold, in nats, is of the row's mean log(sampler / policy), or log(old / policy) without the sampler's.
     """
 
     threshold: float
@@ -112,11 +111,7 @@ class OffPolicyMask(Term):
 
 @dataclass(frozen=True)
 class EntropyQuantile(Term):
-    """0 at all but the most uncertain tokens of each row ("Beyond the 80/20 Rule", 2506.01939, by row, not by batch).
-
-    Args:
-        share: of a row's tokens that stay; ties stay, too.
-    """
+    """0 at all but each row's most uncertain share of tokens ("Beyond the 80/20 Rule", 2506.01939: each batch's)."""
 
     share: float
     silent_at_zero_advantage = True

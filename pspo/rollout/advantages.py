@@ -68,11 +68,8 @@ def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "no
     """A = R - mean of its group, scaled as the module says: (B,) float32, float64 for float64 rewards.
 
     A group whose rewards are all equal gets exactly 0.0, found by comparison: subtracting a rounded mean would leave
-    noise that "group" scaling blows up.
-
-    Args:
-        rewards: (B,), the rows of one prompt adjacent. NaN is an unknown reward: in no mean or deviation, A = 0.
-        group_size: completions per prompt; must divide B and be at least 2.
+    noise that "group" scaling blows up. The rows of one prompt are adjacent; NaN is an unknown reward, in no mean or
+    deviation, with A = 0.
     """
     if group_size < 2:
         raise ValueError(f"group_size must be at least 2 (a group of 1 has advantage 0 always), got {group_size}")
@@ -88,7 +85,6 @@ def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "no
 
 
 def _scale(advantages: Tensor, groups: Tensor, mean: Tensor, scale: str, eps: float) -> Tensor:
-    """Advantages, rewards (B / G, G) and their means (B / G, 1) to scaled advantages."""
     if scale == "group":
         return advantages / (_std(groups) + eps)
     if scale == "batch":

@@ -1,6 +1,4 @@
-"""The decoding loop, several times as fast on rollouts as transformers' own.
-
-    prefill -> sample -> forward pass -> sample -> forward pass -> ... -> sample
+"""The decoding loop: prefill -> sample -> forward pass -> sample -> forward pass -> ... -> sample.
 
 Each prompt is prefilled once for its group, keys and values go into buffers allocated once, the nucleus is sampled
 without sorting the vocabulary, and finished rows leave the batch.

@@ -49,10 +49,7 @@ class Generators:
         self.seed(seed)
 
     def seed(self, seed: int, steps: int = 0) -> None:
-        """Seed all, differently on every rank and after every number of steps.
-
-        On rank 0 at step 0 the seed of sampling is the run's own, as in a single process.
-        """
+        """Seed all, differently by rank and number of steps; rank 0's sampling begins by the seed itself."""
         mixed = [np.random.SeedSequence((seed, dist.rank(), steps, i)).generate_state(1)[0] for i in (0, 1)]
         is_first = dist.rank() == 0 and steps == 0
         torch.manual_seed(seed if is_first else int(mixed[0]))

@@ -57,12 +57,16 @@ class Learner:
         by_adapters = isinstance(self.reference, StartingAdapters)
         return self.reference.start if by_adapters else [*self.reference.state_dict().values()]
 
+    @torch.no_grad()
+    def set_reference(self, weights: list[Tensor]) -> None:
+        for stored, new in zip(self.reference_weights(), weights, strict=True):
+            stored.copy_(new)
+
     def refresh_reference(self, every: int) -> None:
         """Count a rollout; after ``every`` of them make the policy the reference first."""
         if self.reference_rollouts == every:
             by_adapters = isinstance(self.reference, StartingAdapters)
-            policy_weights = self.reference.adapters if by_adapters else [*self.policy.state_dict().values()]
-            copy_weights(policy_weights, self.reference_weights())
+            self.set_reference(self.reference.adapters if by_adapters else [*self.policy.state_dict().values()])
             self.reference_rollouts = 0
         self.reference_rollouts += 1
 
@@ -95,7 +99,7 @@ class Learner:
         self.microbatch_tokens = state["microbatch_tokens"]
         self.reference_rollouts = state["reference_rollouts"]
         if self.reference_rollouts > 0:
-            copy_weights(state["reference"], self.reference_weights())
+            self.set_reference(state["reference"])
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         if state["optimizer"] is not None:
             self.optimizer.load_state_dict(state["optimizer"])
@@ -103,12 +107,6 @@ class Learner:
             group.update(made | {"lr": self.optimizer.defaults["lr"]})
         if self.scheduler is not None:
             self.scheduler = LambdaLR(self.optimizer, self.scheduler.lr_lambdas[0], self.steps - 1)
-
-
-@torch.no_grad()
-def copy_weights(weights: list[Tensor], into: list[Tensor]) -> None:
-    for stored, new in zip(into, weights, strict=True):
-        stored.copy_(new)
 
 
 def reference_config(config: TrainConfig) -> ModelConfig:
