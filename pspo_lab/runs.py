@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -149,7 +149,7 @@ def read_runs(roots: Sequence[Path]) -> Runs:
         with skip_unreadable(folder):
             name = str(local_path(folder))
             run = read_run(folder)
-            numbers += checked_rows({"run": name, **row} for row in summary_rows(run))
+            numbers += [{"run": name, **row} for row in summary_rows(run)]
             runs[name] = run
             experiment = folder.parent.parent
             configs[name] = run.switches | {"experiments": (str(experiment),)}
@@ -158,7 +158,7 @@ def read_runs(roots: Sequence[Path]) -> Runs:
                 configs[name]["search"] = True  # its runs choose, and confirm nothing
     for folder in sorted(evaluation_folders):
         with skip_unreadable(folder):
-            numbers += checked_rows(evaluation_rows(folder, runs))
+            numbers += list(evaluation_rows(folder, runs))
     if not runs and not numbers:
         raise ValueError("no run and no evaluation in " + ", ".join(map(str, roots)))
 
@@ -220,8 +220,6 @@ def read_metrics(folder: Path) -> pd.DataFrame:
     records = read_jsonl(folder / "metrics.jsonl")
     if not records:
         raise ValueError("metrics.jsonl holds no rollout")
-    if not all(type(record.get("step")) is int and 0 <= record["step"] < 2**63 for record in records):
-        raise ValueError("metrics.jsonl is damaged: a record without a step")
     metrics = pd.DataFrame(records)
     metrics = metrics.drop_duplicates("step", keep="last").sort_values("step")
     return metrics.apply(pd.to_numeric, errors="coerce").replace([np.inf, -np.inf], np.nan).astype({"step": int})
@@ -303,10 +301,3 @@ def read_problems(file: Path) -> dict[str, pd.DataFrame]:
             means = {name: pd.DataFrame(value).mean(axis=1).to_numpy() for name, value in values.items()}
             by_temperature[f"{temperature:g}"] = pd.DataFrame(means, pd.MultiIndex.from_tuples(problems))
     return by_temperature
-
-
-def checked_rows(rows: Iterable[Row]) -> list[Row]:
-    """Rows of numbers; ValueError or TypeError if one is no number."""
-    rows = list(rows)
-    pd.DataFrame(rows, columns=NUMBERS).astype(dict.fromkeys(("n", "limit", "value", "low", "high"), float))
-    return rows

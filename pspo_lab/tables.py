@@ -30,13 +30,12 @@ NOTES = {
     "anywhere is the paper's true accuracy. Mean over seeds, from three on with the 95% t-interval over seeds and "
     "problems, both taken as samples; for one seed over problems.",
     "Accuracy of samples": "The same, sampled at temperature T.",
-    "Learning": "Training reward: peak and final reward are means over a tenth of the run's rollouts, the area is the "
-    "mean over all of them. A seed has collapsed when its final reward is below half of its peak; "
-    "it returned the untrained model when no step of its validations was better than step 0.",
+    "Learning": "Training reward: peak and final are means over a tenth of the rollouts, the area over all. A seed has "
+    "collapsed when its final reward is below half of its peak; it returned the untrained model when no validation was "
+    "better than step 0's.",
     "Paired differences": "Setting minus baseline of the same seed and experiment, which saw the same prompts in the "
-    "same order, with the 95% t-interval of this difference alone from three seeds on. detects: the smallest "
-    "difference that so many seeds and problems find at 80% power; then the seeds that would find so little, - if no "
-    "1,000 would on so many problems.",
+    "same order, with its 95% t-interval. detects: the smallest difference that so many seeds and problems find at 80% "
+    "power; then the seeds that would find so little, - if no 1,000 would on so many problems.",
 }
 
 # Values

@@ -68,16 +68,13 @@ def test_each_fault_is_found(name):
         assert "--" not in finding.advice  # switches that TRL has not
 
 
-def test_a_reward_of_another_format_does_not_miss_the_paper_s():
+def test_advice_fits_the_run():
     config = CONFIG | {"reward.functions": '["mine.in_a_box"]'}
-    assert find(pd.DataFrame(HEALTHY | {"format_share": 0.0}), config, SUMMARY) == []
-
-
-@pytest.mark.parametrize("every", [0, 20])
-def test_a_best_model_is_named_where_there_is_one(every):
-    config = CONFIG | {"run.validate_every": every}
-    (advice,) = (finding.advice for finding in find(pd.DataFrame(HEALTHY | {"reward": FALLING}), config, SUMMARY))
-    assert ("best/" in advice) == (every > 0)
+    assert find(pd.DataFrame(HEALTHY | {"format_share": 0.0}), config, SUMMARY) == []  # another format
+    for every in (0, 20):
+        config = CONFIG | {"run.validate_every": every}
+        (advice,) = (finding.advice for finding in find(pd.DataFrame(HEALTHY | {"reward": FALLING}), config, SUMMARY))
+        assert ("best/" in advice) == (every > 0)
 
 
 def test_a_best_model_long_before_the_end_is_found():

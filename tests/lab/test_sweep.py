@@ -194,12 +194,11 @@ def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys):
     assert sorted(calls()[2:]) == sorted(f"e/{setting}/seed-0" for setting in (A, B, C, D))
 
 
-def test_a_finished_run_or_evaluation_with_other_switches_is_refused(here, monkeypatch, capsys):
+def test_a_finished_run_or_evaluation_with_other_switches_is_refused(here, capsys):
     one = {"methods": {"pspo": {}}, "evaluate": {"evaluation": {"data.limit": 4}}}
     sweep_file(**one)
     assert sweep() == 0
-    monkeypatch.setenv("HOME", str(Path.cwd()))
-    assert sweep("--output", "./out") == sweep("--output", "~/out") == 0  # other spellings
+    assert sweep("--output", "./out") == 0  # another spelling
     assert len(calls()) == 3
     for folder in ("out/e/pspo/seed-0/evaluation", "out/e/untrained/tiny-base/evaluation"):
         words = ["--data.limit", "4", "--model.name_or_path", "of/this/run", "--run.output_dir", folder]
@@ -213,19 +212,6 @@ def test_a_finished_run_or_evaluation_with_other_switches_is_refused(here, monke
     sweep_file(**one, shared={"optimizer.lr": 1e-4})
     assert sweep() == 2
     assert "out/e/pspo/seed-0 holds another experiment (--optimizer.lr was 3e-05, is 0.0001)" in capsys.readouterr().err
-    Path("out/e/pspo/seed-0/summary.json").unlink()  # nor is an unfinished one steered
-    assert sweep() == 2
-    assert "(--optimizer.lr was 3e-05, is 0.0001)" in capsys.readouterr().err
-
-
-def test_two_models_of_one_last_name_have_two_folders_before_training(here):
-    names = ["one/small", "two/small", "large"]
-    sweep_file(methods={"pspo": {"model.name_or_path": names}}, evaluate={"evaluation": {}})
-    plan = make_plan(parse(SweepConfig, "pspo sweep", ["--config", "sweep.yaml"])[0])
-    jobs = {str(job.folder): job.config["model"]["name_or_path"] for job in plan[-1].possible}
-    assert jobs == dict(
-        zip([f"out/e/untrained/{name}" for name in ("one_small", "two_small", "large")], names, strict=True)
-    )
 
 
 @pytest.mark.parametrize(("experiment", "args", "message"), [
@@ -259,20 +245,11 @@ def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, 
 def test_a_dry_run_says_what_its_seeds_detect_and_how_long_it_takes(tmp_path, capsys, monkeypatch):
     """From a standard deviation: a referee's 7.3 points, with which five seeds detect 12; and from a pilot's runs."""
     monkeypatch.chdir(REPOSITORY)
-    args = [
-        "--config",
-        "configs/sweep/smollm2.yaml",
-        "--only",
-        "smollm2-clip",
-        f"--output={tmp_path}/out",
-        "--dry_run",
-    ]
+    args = ["--config=configs/sweep/smollm2.yaml", "--only=smollm2-clip", f"--output={tmp_path}/out", "--dry_run"]
     main([*args, "--sd", "7.3"])
     out = capsys.readouterr().out
     assert "smollm2-clip: 5 seeds detect 12.3 points between two settings at 80% power" in out
-    assert (
-        "1, 2, 5 points take 421, 107, 19 seeds" in out
-    )  # R: power.t.test(delta=, sd=7.3, power=.8, type="one.sample")
+    assert "1, 2, 5 points take 421, 107, 19 seeds" in out  # R: power.t.test(sd=7.3, power=.8, type="one.sample")
     for seed, accuracy in enumerate((0.5, 0.6)):
         folder = tmp_path / f"pilot/seed-{seed}"
         folder.mkdir(parents=True)
@@ -291,8 +268,6 @@ def test_a_dry_run_says_what_its_seeds_detect_and_how_long_it_takes(tmp_path, ca
 @pytest.mark.parametrize(("name", "only", "runs"), [
     ("first", "", 12), ("paper", "alpha", 12), ("control", "tokens", 30), ("one-day", "", 15),
     ("decoupled-smollm2", "", 10), ("smollm2", "", 82),
-    pytest.param("tiny-control", "steps", 80, marks=pytest.mark.nightly),
-    pytest.param("decoupled", "on-time", 34, marks=pytest.mark.nightly),
     pytest.param("decoupled", "", 160, marks=pytest.mark.nightly),
     pytest.param("off-policy", "", 2340, marks=pytest.mark.nightly),
     pytest.param("paper", "", 644, marks=pytest.mark.nightly),
