@@ -29,23 +29,21 @@ def main() -> None:
             print(f"pspo {name:10}  {summary}")
     elif command == "--version":
         print(__version__)
-    elif command in COMMANDS:
+    elif command not in COMMANDS:
+        raise SystemExit(f"pspo: error: {command} is no command; pspo --help lists them")
+    else:
         from pspo.distributed import run_main
 
         name, _ = COMMANDS[command]
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:
-            package = name.partition(".")[0]
+            package, _, _ = name.partition(".")
             if package == "pspo":
                 raise
             extra = package.removeprefix("pspo_")
-            print(f"pspo {command}: error: needs {error.name}: pip install 'pspo[{extra}]'", file=sys.stderr)
-            raise SystemExit(2) from None
+            raise SystemExit(f"pspo {command}: error: needs {error.name}: pip install 'pspo[{extra}]'") from None
         run_main(lambda: module.main(args))
-    else:
-        print(f"pspo: error: {command} is no command; pspo --help lists them", file=sys.stderr)
-        raise SystemExit(2)
 
 
 if __name__ == "__main__":

@@ -228,9 +228,8 @@ def test_files_give_texts_without_quotes_too_and_null_unsets(yaml_file):
     assert train_config(*yaml_file("data: {system_prompt: '~'}")).data.system_prompt == "~"
     assert train_config("--data.system_prompt=a", *yaml_file("data: {system_prompt: ~}")).data.system_prompt is None
     assert config_from_python(data={"system_prompt": None})[0].data.system_prompt is None
-    for wrong in ({"hub": {"config": 2024}}, {"system_prompt": 1.1}, {"columns": {"prompt": 1}}):
-        with pytest.raises(ValueError, match=r"--data\.\S+ must be a text, got [\d.]+: write it in quotes"):
-            config_from_python(data=wrong)
+    with pytest.raises(ValueError, match=r"--data.hub.config must be a text, got 2024: write it in quotes"):
+        config_from_python(data={"hub": {"config": 2024}})
 
 
 @pytest.mark.parametrize(("words", "switch", "expected"), [
@@ -284,10 +283,6 @@ def test_arguments_of_a_class_are_read_by_their_types(yaml_file, capsys):
             train_config("--algorithm.surrogate=test_config.Wordy", *wrong)
         messages = r"Wordy\(text, maybe, .*(argument: 'text'|unexpected keyword argument 'txt')"
         assert re.search(messages, capsys.readouterr().err)
-
-
-def test_the_configuration_of_a_pretrained_model_is_read():
-    assert "SmolLM2" in train_config(f"--config={TINY.parents[1]}/configs/smollm2/train.yaml").model.name_or_path
 
 
 def my_term(losses, x):
@@ -395,12 +390,11 @@ def test_message(command, tmp_path, monkeypatch, capsys):
     assert re.fullmatch(f"pspo.train: error: {MESSAGES[command]}.*\n", err), err
 
 
-def test_a_command_without_its_extra_names_it(monkeypatch, capsys):
+def test_a_command_without_its_extra_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "pspo_lab.view_command", None)
     monkeypatch.setattr(sys, "argv", ["pspo", "view", "run"])
-    with pytest.raises(SystemExit, match=r"^2$"):
+    with pytest.raises(SystemExit, match=r"pip install 'pspo\[lab\]'"):
         pspo.__main__.main()
-    assert "pip install 'pspo[lab]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("config_class", [TrainConfig, EvaluateConfig])

@@ -132,26 +132,23 @@ def test_problems_replace_those_of_a_call_that_failed_but_nobody_elses(here):
     assert Path("other/data/train.jsonl").read_text() == "mine"
 
 
-@pytest.mark.parametrize("count", [63, 49])
-def test_a_list_of_problems_and_a_file_of_them_are_divided_alike(here, count):
-    problems = [{"prompt": f"Tom has {n} pens and buys 5. How many now?", "answer": n + 5} for n in range(count)]
-    run = {"max_steps": 2, "validate_every": int(count < 50)}
+def test_a_list_of_problems_and_a_file_of_them_are_divided_alike(here):
+    problems = [{"prompt": f"Tom has {n} pens and buys 5. How many now?", "answer": n + 5} for n in range(63)]
+    run = {"max_steps": 2, "validate_every": 0}
     train(data=problems, rollout=SWITCHES, run=run | {"output_dir": "list"})
     switches = [f"--rollout.{k}={v}" for k, v in SWITCHES.items()] + [f"--run.{k}={v}" for k, v in run.items()]
     main([*switches, "--data.path=list/data", "--run.output_dir=file"])
     summaries = [read_json(Path(output, "summary.json")) for output in ("list", "file")]
     assert summaries[0]["before"] == summaries[1]["before"]
-    shutil.copy("list/data/train.jsonl", "problems.jsonl")  # names no split
     Path("file.yaml").write_text("data: {holdout: 0.5}")
     divided = [
-        config_from_python(run={"output_dir": "new"}, data={"name": "file", "path": "problems.jsonl"}),
-        config_from_python(run={"output_dir": "new"}, data={"train": problems}),
+        config_from_python(data={"train": problems}, run={"output_dir": "new"}),
         config_from_python("file.yaml", data=problems, run={"output_dir": "new"}),
         config_from_python(data={"train": problems, "holdout": 0.0}, run={"output_dir": "new"}),
+        config_from_python(data={"train": problems[:49]}, run={"output_dir": "fewer"}),
     ]
     found = [(config.data.holdout, config.run.test_limit > 0) for config, _ in divided]
-    expected = [(0.2, True), (0.2, True)] if count > 50 else [(0.0, True), (0.0, False)]  # problems.jsonl is a test
-    assert found == [*expected, (0.5, True), (0.0, False)]
+    assert found == [(0.2, True), (0.5, True), (0.0, False), (0.0, False)]
 
 
 def test_a_run_that_tells_of_its_rollouts_is_the_same_run(here):
@@ -186,31 +183,20 @@ class Forgetful(Plain):
         pass
 
 
-class Keyword(Plain):
-    def __init__(self, *, width: float = 0.5):
-        pass
-
-
 def test_a_preset_and_a_file_are_below_the_other_arguments(here):
     Path("mine.yaml").write_text("data: {limit: 40}\nrun: {max_steps: 9}\nalgorithm: {epochs: 1}\n")
     config, _ = config_from_python("mine.yaml", algorithm=Plain(0.3), rollout=SWITCHES, run=RUN)
     assert (config.algorithm.surrogate.width, config.algorithm.epochs) == (0.3, 1)
     assert (config.data.limit, config.run.max_steps) == (40, 4)
-    config, _ = config_from_python("dr-grpo", data="gsm8k", algorithm={"beta": 0.1})
-    algorithm = config.algorithm
-    assert (algorithm.surrogate, algorithm.aggregation, algorithm.beta) == (Clip(0.2), "dr_grpo", 0.1)
-    assert config.data.name == "gsm8k"
-    config, _ = config_from_python("dapo", algorithm=GSPO, optimizer={"lr": np.float64(1e-4)})
-    assert (config.algorithm.surrogate, config.optimizer.lr) == (GSPO(), 1e-4)
+    config, _ = config_from_python("dapo", data="gsm8k", algorithm=GSPO, optimizer={"lr": np.float64(1e-4)})
+    assert (config.algorithm.surrogate, config.data.name, config.optimizer.lr) == (GSPO(), "gsm8k", 1e-4)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"optimizer": {"lr": -1}}, "--optimizer.lr must be above 0, got -1"),
         ({"reward": lambda completions: [1.0]}, "define it at the top of a module"),
         ({"algorithm": Forgetful(0.3)}, "Forgetful does not keep its argument width: make it a dataclass"),
-        ({"algorithm": Keyword(width=0.3)}, "Keyword does not keep its argument width: make it a dataclass"),
     ],
 )
 def test_wrong_settings_raise(here, call, message):
@@ -317,9 +303,8 @@ def test_grpo_in_one_file_is_the_command(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("completion", "reward"), [
-    (" 12 - 4\n", 1), ("So 16 / 2 = 7, no: 9 * 9", 1), ("$12 - $4", 1), ("12-4", 1), ("5.5 + 2.5", 1), ("2 + 3 * 2", 1),
-    ("8", 0), ("4 - 12", 0), ("it is 1 + 1, or 12 - 4", 0), ("", 0), ("007 - 1", 0), ("1.2.3 + 1", 0), ("8 / 0", 0),
-    ("9**9**9**9", 0), ("__import__('os') + 8", 0), ("1 + " * 100_000 + "1", 0), ("9" * 10_000 + " - 1", 0),
+    ("So 16 / 2 = 7, no: 9 * 9", 1), ("2 + 3 * 2", 1), ("8", 0), ("it is 1 + 1, or 12 - 4", 0), ("8 / 0", 0),
+    ("9**9**9**9", 0), ("__import__('os') + 8", 0), ("1 + " * 100_000 + "1", 0),
 ])  # fmt: skip
 def test_an_expression_is_worth_its_value(completion, reward):
     assert solves([completion], [Problem("", Fraction(8))]) == [reward]
