@@ -269,18 +269,14 @@ class RunConfig(Section, name="run"):
     keep: int = switch(2, "newest checkpoints to keep, besides the best model", "free", "no setting", above=0)
     record_tokens: int = switch(2, "groups per rollout whose texts and tokens are written", "no setting", at_least=0)
     quiet: bool = switch(False, "print warnings, errors and the result alone", "free", "no setting")
-    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = switch(
-        "none", "also log metrics there (pip install 'pspo[wandb]')", "free", "no setting"
-    )
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = switch("none", "logs, too", "free", "no setting")
 
 
 @dataclass(frozen=True)
 class DistributedConfig(Section, name="distributed"):
     """Several GPUs: one process each, started by torchrun."""
 
-    strategy: Literal["none", "ddp", "fsdp2"] = switch(
-        "none", "none for one process; ddp replicates the model on every rank, fsdp2 shards it", "no setting"
-    )
+    strategy: Literal["none", "ddp", "fsdp2"] = switch("none", "ddp: whole models; fsdp2: shards", "no setting")
 
 
 @dataclass(frozen=True)
@@ -370,7 +366,7 @@ class EvalConfig(Section, name="eval"):
 class EvalRunConfig(Section, name="run"):
     """Output folder and seed."""
 
-    output_dir: str = switch("evaluation", "folder; an unfinished evaluation in it is resumed", "path")
+    output_dir: str = switch("evaluation", "new folder for results.json and completions.jsonl", "path")
     seed: int = switch(0, "of sampling", at_least=0, below=2**32)
     quiet: bool = switch(False, "print no progress")
 

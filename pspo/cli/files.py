@@ -81,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> Settings:
-    """The nested configuration in a YAML file; ValueError for a key that stands twice."""
+    """A nested configuration as it was written into a run's folder."""
     return untyped(read_yaml(path))
 
 
@@ -121,9 +121,9 @@ def check_new_folder(folder: Path) -> None:
         raise ValueError(f"--run.output_dir {folder} already holds something, but no run; choose a new folder")
 
 
-def lock_folder(folder: Path, name: str = ".lock", switch: str = "--run.output_dir") -> IO[Any]:
+def lock_folder(folder: Path, switch: str = "--run.output_dir") -> IO[Any]:
     """Lock a folder until the returned file is closed, in child processes too; ValueError if another process has it."""
-    file = (folder / name).open("a")
+    file = (folder / ".lock").open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -12,18 +12,14 @@ FORMAT = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}"
 
 def one_line(text: str) -> str:
     """Text in one line: white space becomes blanks, and characters that are not printable as Python escapes them."""
-    return printable(" ".join(text.split()))
+    text = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def clip(text: str, width: int = 200) -> str:
     """Text in one line, without its middle if it is long."""
     text = one_line(text)
     return text if len(text) <= width else f"{text[: width // 2 - 3]} ... {text[-width // 2 + 2 :]}"
-
-
-def printable(text: str) -> str:
-    """Text whose lines stay, such as a command."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_timed(text: str, quiet: bool = False) -> None:
