@@ -63,24 +63,15 @@ def begin_alike(rows, length):
     return prompt_ids.where(~alike, beginning[place.clamp(0, length - 1)]), prompt_mask, *completions
 
 
-def widened(prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """The rows with six more columns of padding on the left and five on the right."""
-    pad = torch.nn.functional.pad
-    prompts = pad(prompt_ids, (6, 0), value=11), pad(prompt_mask, (6, 0))
-    return *prompts, pad(completion_ids, (0, 5), value=12), pad(completion_mask, (0, 5))
-
-
 GROUPS = make_groups((9, 3, 6))
 OTHER_MASK = [part[:2].clone() for part in GROUPS]
 OTHER_MASK[1][1, :4] = False
 CASES = {  # rows, and how many tokens each pass of the body sees
     "rows apart": (make_rows(), [4 * (9 + 11)]),
-    "wide padding": (widened(*make_rows()), [4 * (15 + 16)]),
     "a row without completion": (make_rows((5, 2, 7), (4, 0, 6)), [3 * (7 + 5)]),
     "no completions": (make_rows((5, 2), (0, 0)), [2 * 5]),
     "groups": (GROUPS, [3 * 9, 8 * 8]),
     "groups, short prompts": (make_groups((1, 2, 2)), [3 * 2, 8 * 8]),
-    "groups, prompts of one length": (make_groups((4, 4, 4)), [3 * 4, 8 * 8]),
     "groups, completions of one token": ((*GROUPS[:2], *(part[:, :1] for part in GROUPS[2:])), [8 * 9]),
     "groups, no two neighbours of one prompt": ([part[[0, 3, 1, 4, 2]] for part in GROUPS], [5 * (9 + 8)]),
     "the same ids under another mask": (OTHER_MASK, [2 * (9 + 8)]),

@@ -34,10 +34,6 @@ def test_stop_tokens_are_the_union(tiny_model, tokenizer, theirs, tokenizers, ex
 
 
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-LLAMA3 = (
-    "{{ '<|begin_of_text|>' }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
-    "{{ m.content | trim }}{{ '<|eot_id|>' }}{% endfor %}"
-)
 GEMMA = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for m in messages %}"
     "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content | trim }}"
@@ -50,8 +46,6 @@ GEMMA = (
     [
         (CHATML, "<|endoftext|>", "<|im_end|>"),  # Qwen2.5's base models
         (CHATML, "<|im_end|>", "<|im_end|>"),  # its instruct models, SmolLM2
-        ("{% if messages[0].role != 'system' %}{{ 'You help.' }}{% endif %}" + CHATML, "<|endoftext|>", "<|im_end|>"),
-        (LLAMA3, "<|end_of_text|>", "<|eot_id|>"),
         (GEMMA, "<eos>", "<end_of_turn>"),
         (CHATML.replace("<|im_end|>", ""), "<eos>", None),
         ("{{ raise_exception('one question only') }}", "<eos>", None),

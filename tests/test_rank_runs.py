@@ -94,7 +94,6 @@ STALE = ("--rollout.lag=1", "--rollout.resample=2")
 ADAPTERS = ("--model.lora.rank=4", "--algorithm.beta=0.1")
 ENDS = [  # of one rank, with the run's further switches, and what it is about to do; all but the first nightly
     ("fsdp2", signal.SIGTERM, (), "next"),
-    ("fsdp2", signal.SIGTERM, (), "update"),
     ("ddp", signal.SIGTERM, (), "update"),
     ("ddp", signal.SIGKILL, (), "update"),
     ("fsdp2", signal.SIGKILL, (), "update"),
@@ -231,17 +230,3 @@ def test_a_full_disk_ends_every_rank_and_the_run_resumes_when_there_is_room(whol
     assert checkpoints(tmp_path / "run") == []
     assert train(tmp_path / "run", "fsdp2") == [0, 0]
     assert_same(whole["fsdp2"], tmp_path / "run")
-
-
-def test_a_run_from_python_joins_the_ranks(tmp_path):
-    def rank() -> None:
-        pspo.train(
-            one_layer(),
-            data={"limit": 9},
-            rollout={"prompts": 2, "max_completion_tokens": 8},
-            run={"max_steps": 2, "validate_every": 0, "test_limit": 0, "output_dir": str(tmp_path / "out")},
-            distributed={"strategy": "ddp"},
-        )
-
-    assert ranks(rank) == [0, 0]
-    assert json.loads((tmp_path / "out" / "environment.json").read_text())["processes"] == 2

@@ -3,7 +3,6 @@
 Most are nightly tests. Where there is a real GPU, they run on that.
 """
 
-import json
 import math
 import os
 import shutil
@@ -62,12 +61,6 @@ def raw_advantages(rewards, group_size, lengths):
     return rewards - baseline + 0.1 * (lengths % 2)
 
 
-def half_advantages(rewards, group_size):
-    """As `raw_advantages`, but 0 in every second group."""
-    is_odd = torch.arange(len(rewards), device=rewards.device) // group_size % 2
-    return (rewards - 0.3) * is_odd
-
-
 # ---------------------------------------------------------------- runs
 
 TINY = (
@@ -85,21 +78,14 @@ SAMPLED = {  # whose draws are another generator's: they only run to their end
     "nucleus": ("--algorithm.nucleus=replay", "--algorithm.minibatches=2"),
     "bf16 weights": ("--model.dtype=bfloat16",),
     "LoRA under autocast": ("--model.lora.rank=4",),
-    "lag under autocast": ("--rollout.lag=1", "--run.max_steps=4"),
-    "resample": ("--rollout.resample=2",),
 }
 COMPARED = {
     "default": (),
-    "minibatches": ("--algorithm.minibatches=2", "--run.max_steps=4"),
     "microbatches": ("--optimizer.microbatch_tokens=200",),
     "KL": ("--algorithm.beta=0.1",),
     "entropy": ("--algorithm.entropy_coef=0.01",),
     "correction": ("--algorithm.correction=token_truncate", "--algorithm.minibatches=2"),
-    "terms": ("--algorithm.terms=[{class_path: OffPolicyMask, init_args: {threshold: 0.1}}]",),
-    "lag": ("--rollout.lag=1", "--run.max_steps=4"),
     "lag, proximal": ("--rollout.lag=1", "--algorithm.ratio_to=proximal", "--run.max_steps=4"),
-    "rows without gradient": ("--algorithm.advantages=test_simulated_gpu.half_advantages",),
-    "LoRA": ("--model.lora.rank=4",),
     "LoRA, KL": ("--model.lora.rank=4", "--algorithm.beta=0.1"),
     "environment": ("--rollout.environment=test_episodes.TwoTurns",),
     "checkpointing": ("--model.gradient_checkpointing=true",),
@@ -108,7 +94,6 @@ COMPARED = {
     "pspo": ("--rollout.decoder=pspo", "--rollout.max_completion_tokens=40"),
     "hf": ("--rollout.decoder=hf",),
     "stop strings": ('--rollout.stop_strings=["="]',),
-    "max_rows": ("--rollout.max_rows=2",),
     "a user's tensors": (
         "--algorithm.surrogate=test_simulated_gpu.TensorLoss", "--reward.functions=[test_simulated_gpu.tensor_reward]",
     ),
@@ -212,20 +197,6 @@ def test_resumes_forks_evaluates_and_exports(tmp_path):
     export = ("export", f"--model.name_or_path={tmp_path / 'lora/final'}", "--output_dir=out")
     run_on_gpu("-m", "pspo", *export, cwd=tmp_path)
     assert (tmp_path / "out/model.safetensors").exists()
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(HAS_GPU, reason="a rehearsal hides a GPU")
-def test_what_a_gpu_decides_is_rehearsed(tmp_path):
-    """Every candidate, inside CUDA graphs; what is compiled elsewhere is run as it is."""
-    output = ("--minutes=30", f"--output={tmp_path}")
-    run_on_gpu("-m", "benchmarks.gpu", "--rehearse", "--part=decide", *output, cwd=TESTS.parent)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert not [result["error"] for result in results.values() if "error" in result]
-    skipped = [name for name, result in results.items() if "skipped" in result]
-    assert all("vllm" in name or "pushed" in name for name in skipped)
-    rows = [row for result in results.values() for row in result.get("rows", [])]
-    assert all(row["ok"] for row in rows if row["goal"] and row["what"] != "gain")
 
 
 # ---------------------------------------------------------------- in one process: the simulation's rules, and graphs

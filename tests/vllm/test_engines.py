@@ -11,7 +11,6 @@ import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, TrainConfig
 from pspo.model import load_policy, token_logprobs
-from pspo.rollout import Rollout
 from pspo.rollout.engine import EngineError
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -33,18 +32,6 @@ def test_an_engine_draws_during_each_update_with_the_weights_before_it(monkeypat
         own = token_logprobs(policy, *rollout.token_ids, 1.0)
         close = torch.allclose(own, rollout.sampler_logprobs, atol=1e-4)
         assert close == (i < 2)
-
-
-def test_an_engine_is_compared_with_the_policy_as_its_passes_are(monkeypatch):
-    logprobs, casts = Rollout.logprobs, []
-
-    def record(*asked):
-        casts.append(torch.is_autocast_enabled("cpu"))
-        return logprobs(*asked)
-
-    monkeypatch.setattr(Rollout, "logprobs", record)
-    train("out", "--model.autocast=bf16", "--run.max_steps=2")
-    assert casts[0]
 
 
 class Dying(Copy):
