@@ -11,7 +11,6 @@ are the counts that a loss is divided by. In a single process nothing is communi
 import atexit
 import contextlib
 import functools
-import itertools
 import operator
 import os
 import sys
@@ -158,11 +157,8 @@ def take_rank_share(items: list[T], minibatches: int) -> list[T]:
 # --- sharded models
 
 
-def shard(policy: nn.Module, weights: dict[str, Tensor], autocast: torch.dtype | None) -> None:
-    """Shard a model on the meta device, layer by layer, and give each rank its part of rank 0's ``weights``.
-
-    The weights are taken out of the mapping, so that their memory is free. Adapters get no values.
-    """
+def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
+    """Shard a model layer by layer: each rank keeps its part, on its device; passes gather it in autocast's dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     precision = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=None if autocast is None else torch.float32)
@@ -173,13 +169,6 @@ def shard(policy: nn.Module, weights: dict[str, Tensor], autocast: torch.dtype |
         module.set_force_sum_reduction_for_comms(True)  # gloo divides otherwise
     policy.call_with_weights = operator.call  # of a function without arguments
     register_fsdp_forward_method(policy, "call_with_weights")  # FSDP gathers weights for it, as for `forward`
-    policy.to_empty(device=local_device())
-    policy.tie_weights()
-    with torch.no_grad():
-        for name, tensor in itertools.chain(policy.named_parameters(), policy.named_buffers()):
-            if ".lora_" not in name:
-                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)  # of ranks that receive
-                set_parameter(tensor, weights.pop(name.replace(".base_layer.", ".")) if is_main() else empty)
 
 
 def gathers_weights(function: Callable[..., T]) -> Callable[..., T]:

@@ -9,7 +9,6 @@ import torch
 from batches import by_root, by_token, row_mean_weights
 from processes import ranks
 
-import pspo.model.load
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, LoraConfig, ModelConfig, TrainConfig
 from pspo.environments import EnvironmentSampler
@@ -151,8 +150,6 @@ def computed(cases, tmp_path_factory) -> dict:
             for name, config in cases.items():
                 results[strategy, name] = step(replace(config, distributed=DistributedConfig(strategy)))
         for model in MODELS:
-            if model == "sharded" and not dist.is_main():
-                pspo.model.load.read_policy = None  # this rank receives what rank 0 reads
             policy = load_policy(
                 ModelConfig("tiny-base"), CPU, DistributedConfig("fsdp2" if model == "sharded" else "ddp")
             )

@@ -35,27 +35,23 @@ def load_policy(
     """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
 
     Dropout is off, because old and new log-probs must come from one function; saved models keep its rates. Weights are
-    float32 by default, because a step of 1e-6 vanishes in bfloat16. Under fsdp2 rank 0 reads the whole model into its
-    host memory, and each rank receives its shards. ValueError for a model that cannot be found, or whose weights are
+    float32 by default, because a step of 1e-6 vanishes in bfloat16. Under fsdp2 each rank reads the whole model into
+    host memory, and keeps its shards. ValueError for a model that cannot be found, or whose weights are
     not those that its config.json describes.
     """
     config = resolve_adapters(config)
     device = device or dist.local_device()
     adapters = adapter_config(config) if config.has_adapters else None
     model_config = load_model_config(config)
-    dtype = weights_dtype(config, device)
-    no_dropout = set_dropout(copy.deepcopy(model_config))
     is_sharded = distributed is not None and distributed.strategy == "fsdp2"
     if is_sharded:
         trains_bf16 = config.dtype == "bfloat16" and not config.has_adapters
         require(not trains_bf16, "model.dtype", "must be float32 under fsdp2 unless LoRA is used", config.dtype)
-        policy, weights = read_on_main(config, no_dropout, dtype)
-    else:
-        policy = read_policy(config, no_dropout, dtype)
+    policy = read_policy(config, set_dropout(copy.deepcopy(model_config)), weights_dtype(config, device))
     if adapters is not None:
         add_adapters(policy, adapters)
     if is_sharded:
-        dist.shard(policy, weights, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
+        dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
     else:
         policy.to(device)
     set_dropout(policy.config, rates=model_config)  # for saved models; the layers keep none
@@ -92,31 +88,6 @@ def read_policy(config: ModelConfig, model_config: PretrainedConfig, dtype: torc
     if has_adapters(policy):  # which transformers has found, and frozen
         raise ValueError(f"{source} holds adapters: name them by a local folder")
     return policy
-
-
-def read_on_main(
-    config: ModelConfig, model_config: PretrainedConfig, dtype: torch.dtype
-) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """The model on the meta device, and on rank 0 its weights and buffers by name."""
-    with torch.device("meta"):
-        policy = AutoModelForCausalLM.from_config(
-            model_config,
-            dtype=dtype,
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-        )
-    weights: dict[str, Tensor] = {}
-
-    def read() -> GenerationConfig:
-        whole = read_policy(config, model_config, dtype)
-        weights.update(whole.named_parameters())
-        weights.update(whole.named_buffers())
-        known = dict(policy.named_parameters()) | dict(policy.named_buffers())
-        require(weights.keys() <= known.keys(), "distributed.strategy", "must be ddp: tied weights differ", "fsdp2")
-        return whole.generation_config
-
-    policy.generation_config = dist.run_on_main(read)
-    return policy, weights
 
 
 def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
