@@ -11,7 +11,6 @@ from processes import ranks
 
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, LoraConfig, ModelConfig, TrainConfig
-from pspo.environments import EnvironmentSampler
 from pspo.losses import GMPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Prompts, Rollout, Sampling, encode_prompts
@@ -89,30 +88,6 @@ def step(config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, f
 TEXTS = ["Tom has 5 apples and eats 2. How many are left?", "What is 3 + 4?", "1 + 1", "Ann buys 3 pens for $2 each."]
 
 
-class Patient:
-    """An environment that ends an episode after one turn on rank 0, after three on rank 1."""
-
-    def reset(self, problem: Problem) -> str:
-        self.turns = 1 if problem.prompt in TEXTS[::2] else 3
-        return problem.prompt
-
-    def step(self, text: str) -> tuple[str, float, bool]:
-        self.turns -= 1
-        return "Are you sure?", 0.0, self.turns == 0
-
-
-def play(policy, rank: int) -> tuple[list[list[int]], list[int]]:
-    """Completions of a rank's episodes, which have other numbers of turns than the other's; and these numbers."""
-    tokenizer = load_tokenizer(ModelConfig("tiny-base"))
-    sampling = Sampling(stop_token_ids(policy, tokenizer), tokenizer.pad_token_id, 1.0, 0.9, max_completion_tokens=300)
-    prompts = Prompts([Problem(text) for text in TEXTS[rank::2]], encode_prompts(tokenizer, TEXTS[rank::2]))
-    torch.manual_seed(rank)
-    sampler = EnvironmentSampler(PolicySampler(tokenizer), Patient, tokenizer, policy.config)
-    with dist.unsharded(policy):
-        rollout = sampler.draw(prompts, 2, How(sampling, policy))
-    return rollout.completion_ids.tolist(), rollout.turns.tolist()
-
-
 def roll_out(policy, rank: int) -> list[list[int]]:
     """A rank's completions, which may be longer than the other's."""
     tokenizer = load_tokenizer(ModelConfig("tiny-base"))
@@ -155,7 +130,6 @@ def computed(cases, tmp_path_factory) -> dict:
             )
             results[model] = dist.gather_objects(roll_out(policy, dist.rank()))
             if model == "sharded":
-                results["episodes"] = dist.gather_objects(play(policy, dist.rank()))
                 results["exported"] = dist.full_state_dict(policy)
         if dist.is_main():
             torch.save(results, out)
@@ -185,12 +159,6 @@ def test_two_ranks_take_the_steps_of_one(computed, cases, name):
 def test_each_rank_rolls_out_what_one_process_would(computed, model):
     policy = load_policy(ModelConfig("tiny-base"), CPU)
     assert computed[model] == [roll_out(policy, rank) for rank in range(2)]
-
-
-def test_ranks_play_different_numbers_of_turns(computed):
-    policy = load_policy(ModelConfig("tiny-base"), CPU)
-    assert computed["episodes"] == [play(policy, rank) for rank in range(2)]
-    assert [max(turns) for _, turns in computed["episodes"]] == [1, 3]
 
 
 def test_a_sharded_model_is_exported_whole(computed):

@@ -191,8 +191,6 @@ def test_resumes_forks_evaluates_and_exports(tmp_path):
     run_on_cpu(pspo.evaluate.__main__.main, *args, f"--run.output_dir={tmp_path / 'cpu'}")
     gpu, cpu = (tmp_path / name / "completions.jsonl" for name in ("gpu", "cpu"))
     assert gpu.read_bytes() == cpu.read_bytes()  # greedy
-    sampled = ("--eval.temperatures=[0.6]", "--eval.samples=2", "--run.output_dir=sampled")
-    run_on_gpu("-m", "pspo.evaluate", *args, *sampled, cwd=tmp_path)
     train_on_gpu(tmp_path / "lora", "--model.lora.rank=4")
     export = ("export", f"--model.name_or_path={tmp_path / 'lora/final'}", "--output_dir=out")
     run_on_gpu("-m", "pspo", *export, cwd=tmp_path)

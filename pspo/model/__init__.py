@@ -2,7 +2,7 @@
 
 from pspo.model.adapters import StartingAdapters, fill_adapters, has_adapters
 from pspo.model.device import autocast, default_max_rows, default_microbatch_tokens, is_out_of_memory, to_device
-from pspo.model.find import ASSETS, load_model_config, load_tokenizer, locate, pad_token_id, stop_token_ids
+from pspo.model.find import ASSETS, load_model_config, load_tokenizer, locate, stop_token_ids
 from pspo.model.load import load_policy
 from pspo.model.logprobs import (
     Targets,

@@ -193,12 +193,6 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
 
-def pad_token_id(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that prompts are padded with; raises ValueError if the model does not have it."""
-    check_token_ids(model.config, tokenizer, [[tokenizer.pad_token_id]])
-    return tokenizer.pad_token_id
-
-
 def check_token_ids(
     model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]
 ) -> None:
