@@ -13,17 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCri
 
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig, Decoder, RolloutConfig
-from pspo.model import (
-    autocast,
-    default_max_rows,
-    is_out_of_memory,
-    pad_token_id,
-    stop_token_ids,
-    takes_visible_columns,
-)
+from pspo.model import autocast, default_max_rows, is_out_of_memory, stop_token_ids, takes_visible_columns
 from pspo.model.chat import completion_texts
 from pspo.model.exactness import check_exactness
-from pspo.model.find import token_ids
+from pspo.model.find import check_token_ids, token_ids
 from pspo.model.shared_prompts import has_plain_cache
 from pspo.rollout.decode import decode
 from pspo.rollout.drawing import Generators, random_numbers, set_torch_states, torch_states
@@ -184,9 +177,10 @@ def make_sampling(
     is_recorded = logprobs and config.engine is None  # an engine brings its own
     decoder = find_decoder(model, config.decoder, is_recorded, nucleus)
     names = config.stop_tokens
+    check_token_ids(model.config, tokenizer, [[tokenizer.pad_token_id]])
     return Sampling(
         stop_ids=stop_token_ids(model, tokenizer) if names is None else token_ids(tokenizer, names),
-        pad_id=pad_token_id(model, tokenizer),
+        pad_id=tokenizer.pad_token_id,
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
