@@ -25,7 +25,7 @@ from examples.expressions import solves
 from pspo import train
 from pspo.cli.files import read_config, read_json, read_jsonl
 from pspo.cli.python import config_from_python
-from pspo.config import AlgorithmConfig, DataConfig, RolloutConfig, RunConfig, TrainConfig
+from pspo.config import AlgorithmConfig, DataConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.errors import RunFailed
 from pspo.losses import GSPO, PSPO, Clip, SamplerCorrection, Surrogate
 from pspo.model import ASSETS, default_max_rows
@@ -45,7 +45,7 @@ def example(name: str, tmp_path: Path) -> dict:
 
 
 def config_of(**run) -> TrainConfig:
-    config = TrainConfig(data=DataConfig(limit=40))
+    config = TrainConfig(data=DataConfig(limit=40), optimizer=OptimizerConfig(lr=3e-5))
     return replace(config, rollout=replace(config.rollout, **SWITCHES), run=RunConfig(**{**RUN, **run}))
 
 
