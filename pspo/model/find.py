@@ -61,25 +61,20 @@ def resolve_adapters(config: ModelConfig) -> ModelConfig:
     return config
 
 
-def default_lr(size: float, has_adapters: bool) -> float:
-    """The learning rate by the bytes of a model's weights in float32, 0 if unknown.
+def find_default_lr(config: ModelConfig) -> float:
+    """The learning rate by the bytes of a model's weights, as far as known; a model of the hub counts as large.
 
     3e-5 is for the embedded models, 1e-6 is the paper's for Qwen2.5-0.5B and -1.5B. LoRA is best at ten times the rate
     at about any size (Schulman et al. 2025).
     """
-    is_tiny = 0 < size < TINY_BYTES
-    if has_adapters:
-        return 3e-4 if is_tiny else 1e-5
-    return 3e-5 if is_tiny else 1e-6
-
-
-def find_default_lr(config: ModelConfig) -> float:
-    """`default_lr` as far as it is known before the weights are loaded: a model of the hub counts as large."""
     config = resolve_adapters(config)
     folder = ASSETS / config.name_or_path
     if not folder.is_dir():
         folder = Path(config.name_or_path)
-    return default_lr(sum(file.stat().st_size for file in folder.glob("*.safetensors")), config.has_adapters)
+    is_tiny = 0 < sum(file.stat().st_size for file in folder.glob("*.safetensors")) < TINY_BYTES
+    if config.has_adapters:
+        return 3e-4 if is_tiny else 1e-5
+    return 3e-5 if is_tiny else 1e-6
 
 
 def load_pretrained(auto_class: Any, model: ModelConfig, **options: Any) -> Any:
