@@ -67,13 +67,11 @@ class Runs:
     """Tables, joined by `run`, its folder.
 
     Attributes:
-        configs: indexed by run; every switch, and `experiments`: the experiment folders of this run and of its
-            duplicates, which are left out.
+        configs: indexed by run; every switch, and the experiment folders of this run and of its duplicates.
         numbers: one row per number of a summary or an evaluation: run (missing: of a model that no run trained), stage
             ("before" training, "after" it: of the returned model, "final": of the last one), model (that the run began
-            with), evaluation ("summary", or its folder's name), data, split, n, limit (tokens of a completion),
-            temperature ("0": greedy), measure, value, low and high (95% interval over problems), file (of its
-            completions).
+            with), evaluation ("summary", or its folder), data, split, n, limit (tokens of a completion), temperature
+            ("0": greedy), measure, value, low and high (95% over problems), file (of its completions).
         folders: by run.
     """
 

@@ -147,9 +147,6 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
         experiment = sweep.experiments[name]
         evaluations = {}
         for folder, switches in experiment.evaluate.items():
-            is_free = re.fullmatch(r"\w[\w=+-]*", folder) and folder not in (*WEIGHTS, "data")
-            rule = "must have plain names, and not those of a run's own folders"
-            require(bool(is_free), f"experiments.{name}.evaluate", rule, folder)
             prog = f"pspo sweep: {name}, evaluate {folder}"
             _, evaluations[folder] = parse(EvaluateConfig, prog, switch_words(switches))
         methods = [make_method(sweep, name, method, grid) for method, grid in experiment.methods.items()]
