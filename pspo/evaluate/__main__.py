@@ -58,7 +58,7 @@ def load_evaluation(config: EvaluateConfig, signals: StopSignals) -> tuple[Sampl
 
 
 def check_folder(output: Path) -> None:
-    """Make the parent of an evaluation's folder; ValueError if the folder is there already."""
+    """Make the parent of a new folder."""
     if output.exists():
         raise ValueError(f"--run.output_dir {output} is there already: choose a new folder")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -73,15 +73,13 @@ def trained_steps(model: Path) -> int | None:
 
 
 def render(results: dict[str, Any]) -> str:
-    """The contents of ``results.json`` as a table: a line per measure and breakdown, a column per temperature."""
+    """``results.json`` as a table: a line per measure and breakdown, a column per temperature."""
     columns = {}
     for temperature, numbers in results["temperatures"].items():
         samples = f", {numbers['samples']} samples" if numbers["samples"] > 1 else ""
-        cells = {}
+        shown = numbers.keys() - {"samples", "breakdown", "pass@1", "maj@1"}
+        cells = {measure_name(name): as_text(name, numbers[name]) for name in numbers if name in shown}
         columns[f"T = {temperature}{samples}"] = cells
-        for name, number in numbers.items():
-            if name not in ("samples", "breakdown", "pass@1", "maj@1"):
-                cells[measure_name(name)] = as_text(name, number)
         measure = "accuracy" if "accuracy" in numbers else "mean_reward"
         for attribute, groups in numbers["breakdown"].items():
             for kind, group in groups.items():

@@ -31,8 +31,8 @@ class Checkpointer:
 
     Attributes:
         parts: those that have a ``state_dict``, by name; one with ``per_rank = True`` has another state on each rank.
-        snapshot: the parts' states when they last matched the weights, which is what is saved if the next rollout or
-            validation is stopped or fails. {} where none matches.
+        snapshot: the parts' states when they last matched the weights: what is saved if the next rollout or validation
+            is stopped or fails.
     """
 
     def __init__(self, config: TrainConfig, parts: dict[str, Any], output: Path) -> None:
@@ -97,10 +97,7 @@ class Checkpointer:
         return f"last checkpoint: {newest[0]}; {command} resumes"
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Load a checkpoint's weights, and return its states; ValueError if they do not fit the model.
-
-        On another number of ranks those that differ by rank are left out, and the generators are seeded anew.
-        """
+        """Load a checkpoint's weights, and return its states; of another number of ranks without those of each rank."""
         self.load_weights(folder)
         states = torch.load(folder / "parts.pt", map_location="cpu", weights_only=True)
         ranks = len(list(folder.glob("rank-*.pt")))

@@ -46,10 +46,9 @@ def fail_together() -> Iterator[None]:
         if isinstance(error, RunFailed) or is_out_of_memory(error):  # the first is raised on all ranks
             raise
         failure = error
-    reason = failure
-    if failure is not None and not isinstance(failure, Stopped | EngineError):
-        reason = user_traceback(failure)
-    reasons = [reason for reason in dist.gather_objects(reason) if reason is not None]
+    is_known = failure is None or isinstance(failure, Stopped | EngineError)
+    reasons = dist.gather_objects(failure if is_known else user_traceback(failure))
+    reasons = [reason for reason in reasons if reason is not None]
     if any(isinstance(reason, Stopped) for reason in reasons):
         raise Stopped from failure
     if reasons and isinstance(reasons[0], EngineError):
@@ -60,7 +59,7 @@ def fail_together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def save_at_end(run: Any) -> Iterator[None]:
-    """Save a `Run` that ends early in the block, and say how to go on; raises Stopped, KeyboardInterrupt, RunFailed."""
+    """Save a `Run` that ends early in the block, and say how to go on."""
     checkpointer = run.checkpointer
     try:
         yield
@@ -84,7 +83,7 @@ def save_at_end(run: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exit_codes(prog: str, memory_advice: str) -> Iterator[None]:
-    """End a command by the code of what it raises; what Stopped and KeyboardInterrupt have to say is printed before."""
+    """End a command by the code of what it raises."""
     try:
         yield
     except Stopped:
@@ -105,10 +104,7 @@ def exit_codes(prog: str, memory_advice: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def user_errors(prog: str, once: bool = False) -> Iterator[None]:
-    """Turn ValueError and OSError, errors of the user, into one line on stderr and exit code 2.
-
-    Of several processes each prints its own; with ``once`` only the first of each machine.
-    """
+    """Turn ValueError and OSError, errors of the user, into one line and exit code 2; ``once``: the first rank's."""
     try:
         yield
     except (ValueError, OSError) as error:

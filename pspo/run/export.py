@@ -6,14 +6,13 @@ base's weights and of the merged ones.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
 from pspo.cli.parse import parse
 from pspo.config import LoraConfig, ModelConfig, switch
 from pspo.model import load_policy, load_tokenizer
-from pspo.model.adapters import merged_weights, read_adapters
+from pspo.model.adapters import merged_weights
 from pspo.model.find import resolve_adapters
 from pspo.model.load import write_model
 from pspo.run.endings import user_errors
@@ -40,7 +39,6 @@ def export(config: ExportConfig) -> None:
         raise ValueError("--model.name_or_path must be a PEFT folder: other models are whole")
     if output.exists():
         raise ValueError(f"--output_dir {output} must not exist yet")
-    read_adapters(Path(model.lora.name_or_path))  # raises for a damaged file
     merged = load_policy(replace(model, lora=LoraConfig()), CPU)
     merged.load_state_dict(dict(merged_weights(load_policy(model, CPU).float())))
     with whole_folder(output) as folder:

@@ -13,9 +13,7 @@ from pspo.tasks.files import plain
 def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
     """Statistics of one rollout from its B rows' values by name; unknown rewards (NaN) are left out of the means."""
     metrics = {"reward": mean_of_known(rows["reward"]), "reward_std": np.std(drop_nan(rows["reward"]))}
-    for name, values in rows.items():
-        if name.startswith("reward/"):
-            metrics[name] = mean_of_known(values)
+    metrics |= {name: mean_of_known(values) for name, values in rows.items() if name.startswith("reward/")}
     metrics["reward_unknown_share"] = np.isnan(rows["reward"]).mean()
     metrics["empty_share"] = np.mean([not text.strip() for text in rows["text"]])
     metrics["trained_share"] = np.mean(rows["trained"])
@@ -63,8 +61,4 @@ def status(line: dict[str, Any], steps: int, best: dict[str, Any]) -> str:
         f"grad {line['grad_norm']:.2g}  entropy {line['entropy']:.2g}  tokens {line['completion_tokens']:.0f}  "
         f"truncated {line['truncated_share']:.0%}  {seconds / steps:.1f} s/step"
     )
-    if line["steps_skipped"]:
-        text += f"  skipped {line['steps_skipped']:.0f}"
-    if best:
-        text += f"  best {best['validation_reward']:.3f} at {best['step']}"
-    return text
+    return f"{text}  best {best['validation_reward']:.3f} at {best['step']}" if best else text

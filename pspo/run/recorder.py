@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from copy import copy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ class Recorder:
         skipped: consecutive optimizer steps skipped up to now.
         first_step: optimizer steps before the rollout that is being recorded.
         line: its line of metrics, open until `write`; {} between rollouts. Only rank 0's has statistics.
-        samples, steps, seconds: its records for ``samples.jsonl``, metrics of its optimizer steps, times by phase.
         failures: of each reward that failed in this process, the first one in one line.
     """
 
@@ -61,18 +61,18 @@ class Recorder:
 
     def clear_line(self) -> None:
         self.line: dict[str, Any] = {}
-        self.samples: list[dict[str, Any]] = []
-        self.steps: list[dict[str, float]] = []
-        self.seconds: dict[str, float] = {}
+        self.samples: list[dict[str, Any]] = []  # for samples.jsonl
+        self.steps: list[dict[str, float]] = []  # metrics of the optimizer steps
+        self.seconds: dict[str, float] = {}  # by phase
 
     def start(self, settings: Settings) -> Bar:
         """Begin to track, and to show progress in the bar that is returned."""
-        quiet = self.config.run.quiet or not dist.is_main()
+        run = self.config.run
         first = self.first_step if self.line else self.learner.steps
-        self.bar = Bar(desc="step", unit="step", quiet=quiet, total=self.config.run.max_steps, initial=first)
-        self.tracker = None
-        if dist.is_main() and self.config.run.tracker != "none":
-            self.tracker = start_tracker(self.config.run.tracker, self.output, settings, self.learner.steps)
+        quiet = run.quiet or not dist.is_main()
+        self.bar = Bar(desc="step", unit="step", quiet=quiet, total=run.max_steps, initial=first)
+        has_tracker = dist.is_main() and run.tracker != "none"
+        self.tracker = start_tracker(run.tracker, self.output, settings, self.learner.steps) if has_tracker else None
         return self.bar
 
     @property
@@ -96,14 +96,13 @@ class Recorder:
         self.tokens += sum(dist.gather_objects(experience.drawn_tokens or experience.rollout.tokens))
         self.line = {"step": self.learner.steps, "tokens": self.tokens}
         rows = self.gather_rows(experience)
-        drawn_rewards = dist.gather_on_main(experience.drawn_rewards or experience.rewards.tolist())
+        drawn_rewards = [*chain(*dist.gather_on_main(experience.drawn_rewards or experience.rewards.tolist()))]
         if dist.is_main():
             self.line |= rollout_metrics(rows) | steps[-1]  # the most off-policy step
             self.line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
             if self.config.rollout.resample > 0:
-                rewards_drawn = [reward for rewards in drawn_rewards for reward in rewards]
-                self.line["resampled_share"] = len(rewards_drawn) / len(rows["reward"]) - 1
-                self.line["reward_drawn"] = mean_of_known(rewards_drawn)
+                self.line["resampled_share"] = len(drawn_rewards) / len(rows["reward"]) - 1
+                self.line["reward_drawn"] = mean_of_known(drawn_rewards)
         if self.config.run.record_tokens > 0:
             self.record_samples(experience, rows)
 
@@ -133,9 +132,8 @@ class Recorder:
         """Keep the first groups' completions for ``samples.jsonl``; write what the steps computed at their tokens."""
         group_size = self.config.rollout.group_size
         visits = dist.gather_on_main(self.learner.record.take(self.tokenizer, experience, group_size))
-        texts = dist.gather_on_main(transcripts(self.tokenizer, experience.rollout))
+        completions = [*chain(*dist.gather_on_main(transcripts(self.tokenizer, experience.rollout)))]
         if dist.is_main():
-            completions = [text for rank_texts in texts for text in rank_texts]
             for row, completion in enumerate(completions[: self.config.run.record_tokens * group_size]):
                 values = {name: column[row] for name, column in rows.items()}
                 problem = self.prompts.record(values["index"])
@@ -163,10 +161,11 @@ class Recorder:
         for step in self.steps:
             self.skipped = self.skipped + 1 if step["step_skipped"] else 0
             if self.skipped >= MAX_SKIPPED:
-                bad = f"loss ({step['loss']}) or gradient norm ({step['grad_norm']}) were not finite"
                 newest = next(iter(checkpoints(self.output)), "none yet")
-                advice = f"lower --optimizer.lr; last checkpoint: {newest}"
-                raise RunFailed(f"{self.skipped} optimizer steps in a row were skipped: {bad}; {advice}")
+                raise RunFailed(
+                    f"{self.skipped} optimizer steps in a row were skipped: loss ({step['loss']}) or gradient norm "
+                    f"({step['grad_norm']}) were not finite; lower --optimizer.lr; last checkpoint: {newest}"
+                )
         self.clear_line()
 
     def finish(self) -> None:

@@ -23,8 +23,8 @@ class Start(NamedTuple):
     """A run's folder, and what it starts from: its own checkpoint, that of a run to fork, or neither."""
 
     output: Path
-    checkpoint: Path | None = None
-    parent: Path | None = None
+    checkpoint: Path | None
+    parent: Path | None
 
 
 def find_start(config: TrainConfig, settings: files.Settings, resources: contextlib.ExitStack) -> Start:
@@ -37,15 +37,14 @@ def find_start(config: TrainConfig, settings: files.Settings, resources: context
     except OSError as error:
         raise ValueError(f"--run.output_dir {output} cannot be written to: {error}") from error
     checkpoint = None
-    if not files.is_run(output):
-        resources.callback(remove_unbegun, output)
-    else:
+    if files.is_run(output):
         if checkpoints(output) or (output / "metrics.jsonl").exists():  # another run's are kept
             check_same(output, settings)
         checkpoint = find_checkpoint(output)
-    if checkpoint is not None or config.run.fork_from is None:
-        return Start(output, checkpoint)
-    return Start(output, parent=find_parent(config.run.fork_from))
+    else:
+        resources.callback(remove_unbegun, output)
+    begins_as_fork = checkpoint is None and config.run.fork_from is not None
+    return Start(output, checkpoint, find_parent(config.run.fork_from) if begins_as_fork else None)
 
 
 def remove_unbegun(folder: Path) -> None:
@@ -121,6 +120,7 @@ def resume(checkpointer: Checkpointer, checkpoint: Path) -> None:
 def cut_back(checkpointer: Checkpointer) -> None:
     """Remove what a run has written after the checkpoint that it resumes from."""
     run = checkpointer.output
+    recorder = checkpointer.recorder
     steps = checkpointer.learner.steps
     prune(run, checkpointer.config.run.keep, steps)
     for name in ("summary.json", "test-after.jsonl", "test-final.jsonl"):
@@ -128,7 +128,6 @@ def cut_back(checkpointer: Checkpointer) -> None:
     for rollout in numbered(run / TOKENS, ".parquet"):
         if step_of(rollout) > steps:
             rollout.unlink()
-    recorder = checkpointer.recorder
     written = recorder.first_step if recorder.line else steps  # an open line is written after its validation
     for name in ("metrics.jsonl", "samples.jsonl"):
         lines = files.read_jsonl(run / name)
@@ -141,14 +140,13 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
     """Start from another run's checkpoint, and save it as this run's first: it then needs its parent no more.
 
     Each part says by ``fork_state(state, changes)`` what of the parent's state it loads; a user's loss keeps its state
-    if no switch of the losses has changed. Raises ValueError if no step is left, or the weights do not fit.
+    if no switch of the losses has changed. ValueError if no step is left.
     """
     changes = files.differences(files.read_config(parent / "config.yaml"), settings)
     states = checkpointer.load(parent)
-    old_problems = states["stream"]["fingerprint"]
-    problems = checkpointer.parts["stream"].fingerprint
-    if old_problems != problems:
-        changes["data problems"] = (old_problems, problems)
+    problems = (states["stream"]["fingerprint"], checkpointer.parts["stream"].fingerprint)
+    if problems[0] != problems[1]:
+        changes["data problems"] = problems
     if "run.seed" in changes:
         checkpointer.parts["generators"].seed(checkpointer.config.run.seed, states["learner"]["steps"])
     has_other_loss = any(switch.startswith(("algorithm.surrogate", "algorithm.terms")) for switch in changes)
@@ -162,9 +160,8 @@ def fork(checkpointer: Checkpointer, parent: Path, settings: files.Settings) -> 
             part.load_state_dict(state)
     recorder = checkpointer.recorder
     if recorder.limit_reached:
-        progress = f"{parent} has taken {checkpointer.learner.steps} steps, of {recorder.tokens:,} tokens"
         fix = "raise --run.max_steps or --run.max_tokens, which count from the parent's beginning"
-        raise ValueError(f"{progress}: {fix}")
+        raise ValueError(f"{parent} has taken {checkpointer.learner.steps} steps: {fix}")
     print(f"forked from {parent}")
     checkpointer.take_snapshot()
     checkpointer.save_snapshot()

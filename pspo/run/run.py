@@ -150,7 +150,7 @@ class Run:
         return not self.recorder.limit_reached
 
     def take_snapshot(self) -> None:
-        """Keep the parts' states; it waits for a rollout that is drawn ahead, which is a part of them."""
+        """Keep the parts' states; this waits for a rollout that is drawn ahead."""
         with self.phase("generate"):
             self.checkpointer.take_snapshot()
 

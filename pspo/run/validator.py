@@ -75,9 +75,9 @@ class Validator:
         if self.is_better(record, self.best):
             self.validations["best"] = record
             save_model(self.learner.policy, self.recorder.tokenizer, self.output / "best", record)
-        measures = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items())
-        is_quiet = self.config.run.quiet or not dist.is_main()
-        print_timed(f"step {step}  {measures}  best at {self.best['step']}", is_quiet)
+        if dist.is_main():
+            measures = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items())
+            print_timed(f"step {step}  {measures}  best at {self.best['step']}", self.config.run.quiet)
         return validation
 
     def test(self, policy: transformers.PreTrainedModel, when: str) -> dict[str, Any]:
@@ -118,14 +118,9 @@ class Validator:
         else:
             final = self.test(policy, "final")
             after = self.test(self.load_best(), "after")
-        return {
-            "before": self.before,
-            "after": after,
-            "final": final,
-            "validation": self.validations,
-            "best_model": str(self.output / ("best" if self.best else "final")),
-            "best_step": best_step,
-        }
+        best = str(self.output / ("best" if self.best else "final"))
+        tests = {"before": self.before, "after": after, "final": final}
+        return tests | {"validation": self.validations, "best_model": best, "best_step": best_step}
 
     def load_best(self) -> transformers.PreTrainedModel:
         """The best model by validation, in the policy's place if that has adapters."""
