@@ -30,8 +30,7 @@ import pspo.update.step
 from pspo.cli.files import read_jsonl
 from pspo.distributed import run_main
 from pspo.model import ASSETS
-from pspo.rollout import Experience, Rollout
-from pspo.rollout.types import Nucleus
+from pspo.run.checkpointer import load_states
 
 torch.set_num_threads(1)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else a warning about forks
@@ -196,10 +195,9 @@ def contents(run: Path) -> dict[str, object]:
     return files
 
 
-def states(path: Path) -> dict[str, dict[str, Any]]:
+def states(path: Path) -> dict[str, Any]:
     """The states that a checkpoint's file of parts holds."""
-    with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
-        return torch.load(path, weights_only=True)
+    return load_states(path.parent)
 
 
 def plain(value: Any) -> Any:

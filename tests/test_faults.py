@@ -29,7 +29,7 @@ from pspo.losses import NoClip
 from pspo.model import ASSETS
 from pspo.run.command import prepare
 from pspo.run.folders import checkpoints
-from pspo.run.metrics import rollout_metrics
+from pspo.run.recorder import rollout_metrics
 from pspo.run.validator import Validator
 from pspo.tasks import Problem, Reward
 from pspo.tasks.workers import worker_pool

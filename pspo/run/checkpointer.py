@@ -1,11 +1,10 @@
 """Checkpointer: saves the state of a run's parts so that a resumed run is the same to the last bit.
 
 A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form, or LoRA's adapters in PEFT's;
-``parts.pt``, {name: part.state_dict()}; ``rank-0.pt`` and so on, the same of parts whose state differs by rank;
+``parts.pt``, {name: part.state_dict()}, and by "ranks" a list of the same of parts whose state differs by rank;
 ``config.yaml``; and ``manifest.json``. Under fsdp2 ``shards/`` replaces weights and moments: every rank writes its own.
 """
 
-import io
 import shutil
 import sys
 from dataclasses import replace
@@ -55,11 +54,9 @@ class Checkpointer:
         if not dist.full_tensor(torch.nn.utils.get_total_norm(trained)).isfinite():
             raise RunFailed(f"the weights are not finite at step {self.learner.steps}: lower --optimizer.lr; not saved")
         folder = self.output / "checkpoints" / f"step-{self.learner.steps:06d}"
-        shared_states = dict(self.snapshot)
-        rank_names = [name for name, part in self.parts.items() if getattr(part, "per_rank", False)]
-        rank_file = io.BytesIO()
-        torch.save({name: shared_states.pop(name) for name in rank_names}, rank_file)
-        rank_files = dist.gather_on_main(rank_file.getvalue())
+        states = dict(self.snapshot)
+        by_rank = [name for name, part in self.parts.items() if getattr(part, "per_rank", False)]
+        states["ranks"] = dist.gather_on_main({name: states.pop(name) for name in by_rank})
         shards = temporary_path(folder.with_name(f"{folder.name}-shards"), "new")  # of every rank; rank 0 moves them in
         if dist.is_sharded(policy):
             with write_errors(folder):
@@ -71,10 +68,8 @@ class Checkpointer:
                     shards.rename(temporary / "shards")
                 else:
                     write_model(policy, self.recorder.tokenizer, temporary)
-                torch.save(shared_states, temporary / "parts.pt")
-                torch.load(temporary / "parts.pt", mmap=True, weights_only=True)  # raises for a user's unfit state
-                for rank, content in enumerate(rank_files):
-                    (temporary / f"rank-{rank}.pt").write_bytes(content)
+                torch.save(states, temporary / "parts.pt")
+                load_states(temporary, mmap=True)  # raises for a state of a user's that could not be loaded
                 shutil.copyfile(self.output / "config.yaml", temporary / "config.yaml")
                 write_manifest(temporary)
                 for file in (*self.output.glob("*.jsonl"), *self.output.glob(f"{TOKENS}/*")):
@@ -99,13 +94,12 @@ class Checkpointer:
     def load(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint's weights, and return its states; of another number of ranks without those of each rank."""
         self.load_weights(folder)
-        states = torch.load(folder / "parts.pt", map_location="cpu", weights_only=True)
-        ranks = len(list(folder.glob("rank-*.pt")))
-        if ranks == dist.world_size():
-            with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
-                states |= torch.load(folder / f"rank-{dist.rank()}.pt", map_location="cpu", weights_only=True)
+        states = load_states(folder)
+        ranks = states.pop("ranks")
+        if len(ranks) == dist.world_size():
+            states |= ranks[dist.rank()]
         else:
-            print(f"the checkpoint is from {ranks} ranks: other tokens are drawn from here on", file=sys.stderr)
+            print(f"the checkpoint is from {len(ranks)} ranks: other tokens are drawn from here on", file=sys.stderr)
             self.parts["generators"].seed(self.config.run.seed, states["learner"]["steps"])
         return states
 
@@ -135,3 +129,9 @@ class Checkpointer:
             if shapes[0] != shapes[1]:
                 raise misfit
             policy.load_state_dict(weights)  # into the same memory: other alignment, other sums
+
+
+def load_states(folder: Path, mmap: bool = False) -> dict[str, Any]:
+    """The parts' states in a checkpoint; raises UnpicklingError for anything but plain values and tensors."""
+    with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
+        return torch.load(folder / "parts.pt", map_location="cpu", mmap=mmap, weights_only=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.files import Settings, environment, named_damage, read_json, to_yaml, write_json, write_text
+from pspo.cli.files import Settings, environment, read_json, to_yaml, write_json, write_text
 from pspo.cli.parse import parse
 from pspo.cli.python import config_from_python
 from pspo.config import RunConfig, TrainConfig, require, switches_with
@@ -68,10 +68,9 @@ def print_if_finished(config: RunConfig, settings: Settings) -> dict[str, Any]:
     if changes.keys() & (switches_with("may grow") | {"data.path"}):
         return {}  # a resumed run compares the problems of another path
     summary = read_json(file)
-    with named_damage(file):
-        summary["output_dir"] = str(file.parent)  # it may have been moved
-        summary["best_model"] = str(file.parent / Path(summary["best_model"]).name)
-        print(f"already finished: {file}\n\n{summary_text(summary)}")
+    summary["output_dir"] = str(file.parent)  # it may have been moved
+    summary["best_model"] = str(file.parent / Path(summary["best_model"]).name)
+    print(f"already finished: {file}\n\n{summary_text(summary)}")
     return summary
 
 

@@ -30,9 +30,3 @@ def compute_in_order(device: torch.device) -> None:
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-
-
-def leave_cores_to_engine(device: torch.device) -> None:
-    """Halve the threads on a CPU, for an engine that draws during the update: more threads than cores stall."""
-    if device.type == "cpu":
-        torch.set_num_threads(max(1, torch.get_num_threads() // 2))

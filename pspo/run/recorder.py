@@ -4,10 +4,12 @@ import math
 import sys
 import time
 from copy import copy
+from fractions import Fraction
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
@@ -19,8 +21,9 @@ from pspo.errors import RunFailed
 from pspo.rollout import Experience, Prompts
 from pspo.rollout.types import trained_rows
 from pspo.run.folders import checkpoints, write_errors
-from pspo.run.metrics import mean_of_known, rollout_metrics, sample_record, status
 from pspo.run.trackers import start_tracker
+from pspo.tasks import matches_format
+from pspo.tasks.files import plain
 from pspo.token_table import TOKENS, write_tokens
 from pspo.update.learner import Learner
 from pspo.update.tokens import TokenRecord
@@ -141,7 +144,7 @@ class Recorder:
             with write_errors(self.output / TOKENS):
                 write_tokens(self.output, self.learner.steps, visits)
 
-    def write(self, best: dict[str, Any]) -> None:
+    def write(self) -> None:
         """Write and show the rollout's line, and samples; RunFailed after too many skipped steps in a row."""
         for phase, spent in self.seconds.items():
             self.line[f"seconds/{phase}"] = round(spent, 4)
@@ -157,7 +160,7 @@ class Recorder:
                 sample = self.samples[0]
                 text = f"sample  {clip(sample['completion'], 120)}  (reward {sample['reward']:.2f})"
                 print_timed(text, self.config.run.quiet)
-            self.bar.advance(len(self.steps), status(self.line, len(self.steps), best), is_notable)
+            self.bar.advance(len(self.steps), status(self.line, len(self.steps)), is_notable)
         for step in self.steps:
             self.skipped = self.skipped + 1 if step["step_skipped"] else 0
             if self.skipped >= MAX_SKIPPED:
@@ -187,3 +190,53 @@ class Recorder:
         self.began = time.perf_counter() - state["elapsed"]
         for name in STATE:
             setattr(self, name, state[name])
+
+
+def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
+    """Statistics of one rollout from its B rows' values by name; unknown rewards (NaN) are left out of the means."""
+    metrics = {"reward": mean_of_known(rows["reward"]), "reward_std": np.std(drop_nan(rows["reward"]))}
+    metrics |= {name: mean_of_known(values) for name, values in rows.items() if name.startswith("reward/")}
+    metrics["reward_unknown_share"] = np.isnan(rows["reward"]).mean()
+    metrics["empty_share"] = np.mean([not text.strip() for text in rows["text"]])
+    metrics["trained_share"] = np.mean(rows["trained"])
+    metrics["zero_advantage_share"] = np.mean([advantage == 0 for advantage in rows["advantage"]])
+    metrics["completion_tokens"] = np.mean(rows["tokens"])
+    metrics["completion_tokens_max"] = max(rows["tokens"])
+    metrics["truncated_share"] = np.mean(rows["truncated"])
+    if "turns" in rows:
+        metrics["turns"] = np.mean(rows["turns"])
+    pairs = zip(rows["text"], rows["problem"], strict=True)
+    formats = [matches_format(text) for text, problem in pairs if isinstance(problem.answer, Fraction)]
+    if formats:
+        metrics["format_share"] = np.mean(formats)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def sample_record(
+    values: dict[str, Any], problem: dict[str, Any], step: int, sample: int, completion: str
+) -> dict[str, Any]:
+    """The line of ``samples.jsonl`` of its group's completion number ``sample``, from a row's ``values`` by name."""
+    record = {"step": step, "problem": values["index"], "sample": sample, **problem, "completion": completion}
+    record |= {name: values[name] for name in ("reward", "advantage", "tokens", "truncated")}
+    rewards = {name: plain(value) for name, value in values.items() if name.startswith("reward/")}
+    return record | {"rewards": {name.removeprefix("reward/"): value for name, value in rewards.items()}}
+
+
+def drop_nan(values: list[float]) -> list[float]:
+    """The values without NaN; a single NaN if there is nothing else."""
+    return [value for value in values if not math.isnan(value)] or [math.nan]
+
+
+def mean_of_known(values: list[float]) -> float:
+    """Mean of the values that are not NaN."""
+    return float(np.mean(drop_nan(values)))
+
+
+def status(line: dict[str, Any], steps: int) -> str:
+    """A rollout's line in a few numbers, for the progress bar or a log."""
+    seconds = sum(line[f"seconds/{phase}"] for phase in ("generate", "reward", "train"))
+    return (
+        f"reward {line['reward']:.3f}  loss {line['loss']:.4f}  kl {line['kl_old_new']:.2g}  "
+        f"grad {line['grad_norm']:.2g}  entropy {line['entropy']:.2g}  tokens {line['completion_tokens']:.0f}  "
+        f"truncated {line['truncated_share']:.0%}  {seconds / steps:.1f} s/step"
+    )

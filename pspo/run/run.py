@@ -27,7 +27,7 @@ from pspo.run.checkpointer import Checkpointer
 from pspo.run.endings import fail_together
 from pspo.run.folders import write_errors
 from pspo.run.messages import model_card
-from pspo.run.process import compute_in_order, leave_cores_to_engine
+from pspo.run.process import compute_in_order
 from pspo.run.recorder import Recorder
 from pspo.run.validator import Validator
 from pspo.signals import StopSignals
@@ -112,8 +112,6 @@ class Run:
         sampler = by_model = PolicySampler(inputs.tokenizer, self.config.model.autocast, self.signals, self.generators)
         if inputs.engine is not None:
             self.resources.callback(inputs.engine.close)
-            if self.config.draws_ahead:
-                leave_cores_to_engine(policy.device)
             sampler = start_engine(inputs.engine, self.config, self.learner, by_model, inputs.prompts, self.how)
         if inputs.make_environment is not None:
             sampler = EnvironmentSampler(sampler, inputs.make_environment, inputs.tokenizer, policy.config)
@@ -178,7 +176,7 @@ class Run:
             self.take_snapshot()
             with self.phase("validate"):
                 self.recorder.line |= self.validator.validate()
-        self.recorder.write(self.validator.best)
+        self.recorder.write()
         if self.recorder.is_due(self.config.run.save_every):
             self.take_snapshot()
             self.checkpointer.save_snapshot()
