@@ -152,19 +152,6 @@ def test_a_run_without_a_checkpoint_does_not_block_its_folder(whole, capfd):
     assert_same(whole, Path("out"))
 
 
-def test_what_a_kill_leaves_of_a_start_does_not_block_its_folder(whole, capfd):
-    Path("out/data").mkdir(parents=True)
-    Path("out/.lock").touch()
-    Path("out/config.yaml").write_text("model: {na")
-    assert train("out") == 0
-    Path("out/data").rmdir()
-    assert_same(whole, Path("out"))
-    Path("mine").mkdir()
-    Path("mine/thesis.tex").touch()
-    assert train("mine") == 2
-    assert "--run.output_dir mine already holds something" in capfd.readouterr().err
-
-
 # --- forks ------------------------------------------------------------------------------------------------------------
 
 
@@ -233,17 +220,6 @@ def test_each_part_of_a_fork_loads_what_fits_it(cut_off, switches, steps):
     assert saved["stream"]["position"] == 6  # a new order, of which one rollout waits
     moments = saved["learner"]["optimizer"]["state"]
     assert {int(state["step"]) for state in moments.values()} == steps  # moments that do not fit begin anew
-
-
-@pytest.mark.nightly
-def test_a_fork_that_is_stopped_in_its_first_test_starts_again(cut_off):
-    args = ("--run.fork_from=out", "--run.test_limit=3")
-
-    def action() -> int:
-        before("test", lambda *_: send(signal.SIGTERM), Validator, nth=1)
-        return train("fork", *args)
-
-    assert [forked(action), forked(action), train("fork", *args)] == [75, 75, 0]
 
 
 def test_a_fork_begins_with_a_rollout_of_its_own_and_its_own_limit_of_memory(here):

@@ -249,12 +249,10 @@ DRAWING = {  # what is being drawn at the signal: by what call of a function, th
     "first test": (Validator, "test", 1, TESTED, []),
     "rollout": (Now, "next", 2, (), ["step-000002"]),
     "validation": (Validator, "validate", 2, (), ["step-000004", "step-000002"]),
-    "first validation": (Validator, "validate", 1, (), []),
     "last test": (Validator, "test", 2, TESTED, ["step-000006", "step-000004"]),
     "test of the best": (Validator, "test", 3, (*MODES["lora"], *TESTED), ["step-000006", "step-000004"]),
     "lag fills": (Now, "next", 2, MODES["lag"], []),
     "resampled": (PolicySampler, "draw", 6, (*MODES["resampled"], "--reward.functions=[MathReward]"), []),
-    "environment": (Now, "next", 2, MODES["environment"], ["step-000002"]),
 }  # fmt: skip
 
 
