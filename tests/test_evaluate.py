@@ -9,12 +9,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pspo.config import RewardConfig
 from pspo.evaluate.__main__ import render
-from pspo.evaluate.evaluation import chunks, evaluate
+from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.statistics import cluster_bootstrap, pass_at_k, wilson
 from pspo.rollout import How, PolicySampler, Prompts, Rollout, Sampling, encode_prompts, left_pad
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, Reward, load_problems
@@ -82,18 +80,13 @@ def scripted(monkeypatch):
     return script
 
 
-@pytest.mark.parametrize("samples", [1, 2])
-def test_records_are_in_problem_order_although_decoded_by_length(scripted, samples):
+def test_records_are_in_problem_order_although_decoded_by_length(scripted):
     calls = scripted(lambda i, sample: f"sample {sample}\n#### {100 + i}")
-    result = evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig(), samples=samples, max_tokens=33)
-    expected = {  # 4, 4, 4, 4, 3, 3, 3 rows of 6 completion tokens and a prompt of 1, 1, 2, 2, 3, 4, 5 tokens
-        1: [[1, 1, 2, 2], [3, 4, 5]],
-        2: [[1, 1], [2, 2], [3], [4], [5]],
-    }
-    assert calls == expected[samples]
+    result = evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig(), samples=2, max_tokens=33)
+    assert calls == [[1, 1], [2, 2], [3], [4], [5]]  # rows of at most 33 tokens together
     found = [(record["problem"], record["sample"], record["completion"]) for record in result.completions]
-    assert found == [(i, sample, f"sample {sample}\n#### {100 + i}") for i in range(7) for sample in range(samples)]
-    for i, record in enumerate(result.completions[::samples]):
+    assert found == [(i, sample, f"sample {sample}\n#### {100 + i}") for i in range(7) for sample in (0, 1)]
+    for i, record in enumerate(result.completions[::2]):
         assert (record["prompt"], record["gold"], record["tokens"]) == (f"problem {i}", f"{100 + i}", LENGTHS[i])
 
 
@@ -223,22 +216,6 @@ def test_accuracy_is_given_where_a_reward_compares_answers(scripted, functions, 
     prompts = Prompts([replace(PROBLEMS.problems[0], answer=answer)], PROBLEMS.ids[:1])
     flat = evaluate(SCRIPTED, HOW, prompts, RewardConfig(functions)).record()
     assert [name in flat for name in ("accuracy", "gold_anywhere")] == [is_given] * 2
-
-
-# --- chunks -----------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
-@given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(1, 9), st.integers(1, 40), st.integers(1, 600)
-)
-def test_chunks_hold_every_problem_once_within_the_budget(lengths, samples, limit, max_tokens):
-    parts = chunks(lengths, samples, limit, max_tokens)
-    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
-    for part in parts:
-        assert len(part) * samples * (max(lengths[i] for i in part) + limit) <= max_tokens or len(part) == 1
-    for part, after in itertools.pairwise(parts):  # none could have taken the next problem in, too
-        assert (len(part) + 1) * samples * (lengths[after[0]] + limit) > max_tokens
 
 
 # --- real completions -------------------------------------------------------------------------

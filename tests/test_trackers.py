@@ -9,7 +9,7 @@ from processes import TINY
 
 import pspo.run.run
 from pspo.cli.files import read_jsonl
-from pspo.run.trackers import MODULES
+from pspo.run.trackers import MODULES, start_tracker
 from pspo.train import main
 
 ARGS = (*TINY, "--run.max_steps=4", "--run.validate_every=4", "--run.validation_limit=2", "--run.output_dir=out")
@@ -26,7 +26,6 @@ def fake(monkeypatch):
             log=lambda metrics, step: calls.append(("log", metrics, step)),
             finish=lambda: calls.append(("finish",)),
             __spec__=ModuleSpec(MODULES[name], None),  # which other libraries look for
-            SummaryWriter=lambda folder, purge_step: calls.append(("init", folder, purge_step)),
         )
         monkeypatch.setitem(sys.modules, MODULES[name], module)
         return calls
@@ -38,10 +37,9 @@ def values(line: dict) -> dict:
     return {name: value for name, value in line.items() if name != "step"}
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_services_get_the_lines_of_metrics_jsonl(here, fake, name):
-    calls = fake(name)
-    main([*ARGS, f"--run.tracker={name}"])
+def test_a_service_gets_the_lines_of_metrics_jsonl(here, fake):
+    calls = fake("wandb")
+    main([*ARGS, "--run.tracker=wandb"])
     (_, started), *logged = calls
     assert (started["project"], started["name"]) == ("pspo", "out")
     assert started["config"]["algorithm"]["surrogate"]["init_args"] == {"alpha": 0.1}
@@ -49,11 +47,17 @@ def test_services_get_the_lines_of_metrics_jsonl(here, fake, name):
     assert logged == [*(("log", values(line), line["step"]) for line in lines), ("finish",)]
     assert [line["step"] for line in lines] == [2, 4]
     calls.clear()
-    main([*ARGS, f"--run.tracker={name}", "--run.max_steps=6"])
+    main([*ARGS, "--run.tracker=wandb", "--run.max_steps=6"])
     (_, resumed), (_, _, step), *_ = calls
-    assert (resumed["name"], resumed["resume"], step) == ("out", "allow", 6)  # the same run, and its next step
-    assert resumed.get("id") == started.get("id")
-    assert (started["resume"], "id" in started) == {"wandb": ("allow", True), "trackio": ("never", False)}[name]
+    assert (resumed["name"], resumed["id"], resumed["resume"], step) == ("out", started["id"], "allow", 6)
+
+
+def test_trackio_continues_the_run_of_that_name(here, fake):
+    calls = fake("trackio")
+    for step in (0, 4):
+        start_tracker("trackio", here / "out", {}, step)
+    run = {"project": "pspo", "name": "out", "config": {}}
+    assert calls == [("init", run | {"resume": "never"}), ("init", run | {"resume": "allow"})]
 
 
 def test_tensorboard_holds_the_lines_of_metrics_jsonl(here):

@@ -28,10 +28,8 @@ from pspo.token_table import TOKENS
 class Checkpointer:
     """Saves the parts of a run, by their ``state_dict``, and reads what it has saved.
 
-    Attributes:
-        parts: those that have a ``state_dict``, by name; one with ``per_rank = True`` has another state on each rank.
-        snapshot: the parts' states when they last matched the weights: what is saved if the next rollout or validation
-            is stopped or fails.
+    A part with ``per_rank = True`` has another state on each rank. The snapshot is of the parts when they last matched
+    the weights: what is saved if the next rollout or validation is stopped or fails.
     """
 
     def __init__(self, config: TrainConfig, parts: dict[str, Any], output: Path) -> None:

@@ -33,15 +33,7 @@ MAX_SKIPPED = 10  # optimizer steps in a row
 
 
 class Recorder:
-    """Counts and records.
-
-    Attributes:
-        tokens: prompt and completion tokens of the rollouts that were trained on.
-        skipped: consecutive optimizer steps skipped up to now.
-        first_step: optimizer steps before the rollout that is being recorded.
-        line: its line of metrics, open until `write`; {} between rollouts. Only rank 0's has statistics.
-        failures: of each reward that failed in this process, the first one in one line.
-    """
+    """Counts and records; ``failures`` holds the first of each reward that failed in this process, in one line."""
 
     def __init__(
         self, config: TrainConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, output: Path
@@ -52,9 +44,9 @@ class Recorder:
         self.prompts = prompts
         self.output = output
         self.began = time.perf_counter()
-        self.tokens = 0
-        self.skipped = 0
-        self.first_step = 0
+        self.tokens = 0  # prompts' and completions', of the rollouts that were trained on
+        self.skipped = 0  # optimizer steps in a row, up to now
+        self.first_step = 0  # optimizer steps before the rollout that is being recorded
         self.failures: dict[str, str] = {}
         self.clear_line()
         if config.run.record_tokens > 0:
@@ -63,7 +55,7 @@ class Recorder:
             learner.record = TokenRecord(min(left, groups) * config.rollout.group_size)
 
     def clear_line(self) -> None:
-        self.line: dict[str, Any] = {}
+        self.line: dict[str, Any] = {}  # of metrics, open until `write`; rank 0's has statistics
         self.samples: list[dict[str, Any]] = []  # for samples.jsonl
         self.steps: list[dict[str, float]] = []  # metrics of the optimizer steps
         self.seconds: dict[str, float] = {}  # by phase

@@ -59,17 +59,9 @@ def load_inputs(config: TrainConfig) -> Inputs:
 
 
 class Run:
-    """The parts of a run.
+    """The parts of a run; ``resources`` are closed with it: the folder's lock, the engine."""
 
-    Attributes:
-        settings: the configuration as ``config.yaml`` has it.
-        how: how the sampler draws rollouts.
-        source: draws the rollouts that are trained on.
-        resources: closed with the run: the folder's lock, the engine.
-        on_rollout: called with each rollout and the metrics of its optimizer steps.
-    """
-
-    on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None
+    on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None  # a rollout, its steps' metrics
 
     def __init__(self, config: TrainConfig, settings: Settings, output: Path, resources: contextlib.ExitStack) -> None:
         """Load data and model, and make the parts; what can be refused without the model is refused before it."""
@@ -172,7 +164,8 @@ class Run:
 
     def close_rollout(self) -> None:
         """Validate if due, write the rollout's line, save if due."""
-        if self.validator.is_due():
+        every = self.config.run.validate_every
+        if every and self.recorder.is_due(every):
             self.take_snapshot()
             with self.phase("validate"):
                 self.recorder.line |= self.validator.validate()

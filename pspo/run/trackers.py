@@ -30,12 +30,13 @@ def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int) ->
     if name == "tensorboard":
         return TensorBoard(folder, step)
     module = importlib.import_module(MODULES[name])
-    arguments = {"resume": "allow" if step else "never"}
     if name == "wandb":
         file = folder / "wandb-id"
         if not file.exists():
             file.write_text(secrets.token_hex(8))
         arguments = {"resume": "allow", "id": file.read_text(), "dir": str(folder)}
+    else:
+        arguments = {"resume": "allow" if step else "never"}
     module.init(project="pspo", name=folder.resolve().name, config=config, **arguments)
     return module
 

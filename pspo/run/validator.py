@@ -24,8 +24,7 @@ class Validator:
 
     Attributes:
         before: `Evaluation.record` of the model that the run starts with; {} if not tested, None until it is.
-        validations: of step 0, the best of all, whose model is in ``best/``, the best without step 0, and the last one:
-            each {"step", "tokens", "validation_reward", ...}, {} where there is none.
+        validations: of step 0, the best (in ``best/``), the best without step 0, and the last; {} where there is none.
     """
 
     def __init__(
@@ -49,9 +48,6 @@ class Validator:
             if self.config.run.validate_every:
                 self.validate()
 
-    def is_due(self) -> bool:
-        return self.config.run.validate_every > 0 and self.recorder.is_due(self.config.run.validate_every)
-
     def measure(self) -> dict[str, float]:
         """Mean reward under the training's sampling, and greedy accuracy (greedy reward without gold answers)."""
         sampled = self.evaluate("validation", self.how, "validate")
@@ -72,12 +68,13 @@ class Validator:
             self.validations["untrained"] = record
         elif self.is_better(record, self.validations["best_trained"]):
             self.validations["best_trained"] = record
-        if self.is_better(record, self.best):
+        if self.is_better(record, self.validations["best"]):
             self.validations["best"] = record
             save_model(self.learner.policy, self.recorder.tokenizer, self.output / "best", record)
         if dist.is_main():
             measures = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items())
-            print_timed(f"step {step}  {measures}  best at {self.best['step']}", self.config.run.quiet)
+            best_step = self.validations["best"]["step"]
+            print_timed(f"step {step}  {measures}  best at {best_step}", self.config.run.quiet)
         return validation
 
     def test(self, policy: transformers.PreTrainedModel, when: str) -> dict[str, Any]:
@@ -112,15 +109,20 @@ class Validator:
         """Save the final model, and test it and the best one; returns the results of all tests and validations."""
         policy = self.learner.policy
         save_model(policy, self.recorder.tokenizer, self.output / "final")
-        best_step = self.best.get("step", self.learner.steps)
+        best_step = self.validations["best"].get("step", self.learner.steps)
         if best_step == self.learner.steps:
             final = after = self.test(policy, "after")
         else:
             final = self.test(policy, "final")
             after = self.test(self.load_best(), "after")
-        best = str(self.output / ("best" if self.best else "final"))
-        tests = {"before": self.before, "after": after, "final": final}
-        return tests | {"validation": self.validations, "best_model": best, "best_step": best_step}
+        return {
+            "before": self.before,
+            "after": after,
+            "final": final,
+            "validation": self.validations,
+            "best_model": str(self.output / ("best" if self.validations["best"] else "final")),
+            "best_step": best_step,
+        }
 
     def load_best(self) -> transformers.PreTrainedModel:
         """The best model by validation, in the policy's place if that has adapters."""
@@ -130,11 +132,6 @@ class Validator:
             fill_adapters(policy, folder)
             return policy
         return load_policy(replace(self.config.model, name_or_path=folder), policy.device, self.config.distributed)
-
-    @property
-    def best(self) -> dict[str, Any]:
-        """The best validation."""
-        return self.validations["best"]
 
     def state_dict(self) -> dict[str, Any]:
         return {"fingerprint": self.fingerprint, "before": self.before, "validations": dict(self.validations)}
