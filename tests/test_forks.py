@@ -257,7 +257,7 @@ def test_what_cannot_be_forked_is_refused(cut_off, capfd):
         (misfit, "--run.fork_from=sharded"),
         ("have --model.lora.alpha 32: fork with the same", *lora, "--run.fork_from=adapters",
          "--model.lora.alpha=64"),
-        ("step-000004 has taken 4 steps, of", CONSTANT, "--run.fork_from=out", "--run.max_steps=4"),
+        ("step-000004 has taken 4 steps: raise --run.max_steps", CONSTANT, "--run.fork_from=out", "--run.max_steps=4"),
     ):  # fmt: skip
         shutil.rmtree("new", ignore_errors=True)
         assert train("new", *words) == 2
