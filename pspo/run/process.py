@@ -8,13 +8,14 @@ import numpy as np
 import torch
 
 from pspo.model.device import VARIABLES
+from pspo.rollout.drawing import set_torch_states, torch_states
 
 
 def restore_at_end(resources: contextlib.ExitStack, device: torch.device) -> None:
     """Put back generators, deterministic mode, the number of threads and variables when ``resources`` are closed."""
     resources.callback(random.setstate, random.getstate())
     resources.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (users' code may draw from it)
-    resources.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+    resources.callback(set_torch_states, torch_states(device), device)  # fork_rng would put them back when collected
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     resources.callback(torch.use_deterministic_algorithms, was_deterministic, warn_only=warns)
