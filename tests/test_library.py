@@ -49,6 +49,22 @@ def config_of(**run) -> TrainConfig:
     return replace(config, rollout=replace(config.rollout, **SWITCHES), run=RunConfig(**{**RUN, **run}))
 
 
+def logs(completions, log_metric, log_extra):
+    log_metric("longest", max(map(len, completions)))
+    log_extra("first", [text[:1] for text in completions])
+    return [float(len(text) % 3) for text in completions]
+
+
+def test_what_rewards_log_is_in_metrics_and_samples(here):
+    """Also after groups were replaced by others, and in a rollout that waited for its turn."""
+    rollout = SWITCHES | {"resample": 2, "lag": 1}
+    train(data={"limit": 40}, reward=[logs, "MathReward"], rollout=rollout, run=RUN | {"output_dir": "logged"})
+    lines, samples = (read_jsonl(Path("logged", name)) for name in ("metrics.jsonl", "samples.jsonl"))
+    assert all("logged/longest" in line and "logged/first" not in line for line in lines)
+    assert all(of["logged"]["first"] == of["completion"][:1] for of in samples)
+    assert all(len(of["completion"]) <= of["logged"]["longest"] for of in samples)
+
+
 def test_the_pages_loop_equals_the_command_bit_for_bit(tmp_path):
     policy = example("own_loop.py", tmp_path)["train"](config_of(seed=3))
     switches = {f"--rollout.{name}": value for name, value in SWITCHES.items()}

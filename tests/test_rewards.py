@@ -77,7 +77,7 @@ def test_total_is_the_weighted_sum():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([1.0], "Returns returned 1 values for 2 completions"), ([1.0, "1"], "returned '1' for completion 1"),
+        ([1.0], "Returns: returned: 1 values for 2 completions"), ([1.0, "1"], "returned '1' for completion 1"),
         ([float("nan"), 1.0], "returned nan for completion 0"), (1.0, "Returns returned 1.0"),
         ([1.0, 10**400], "completion 1; it must be None or a number up to 1e.15"),
         ([1.0, 1e39], "returned 1e.39 for completion 1"),
@@ -95,7 +95,7 @@ def test_a_reward_that_exits_has_failed(workers):
     arguments = [Leaves(), MathReward()], None, *batch(("#### 5", 5))
     with pytest.raises(Exception, match=re.escape(f"reward Leaves {message}")):  # RewardError, WorkerError
         total_rewards(*arguments, workers=workers)
-    totals, by_name, failures = total_rewards(*arguments, workers=workers, on_error="none")
+    totals, by_name, _, failures = total_rewards(*arguments, workers=workers, on_error="none")
     assert math.isnan(totals[0])
     assert by_name["MathReward"] == [1.0]
     assert message in str(failures["Leaves"])
@@ -219,6 +219,12 @@ def process_id(completions, step):
     time.sleep(0.2)  # until the other process has its part
     return [float(os.getpid())] * len(completions)
 
+def logs(completions, log_metric, log_extra):
+    log_metric("longest", max(map(len, completions)))
+    log_extra("kinds", [complex(len(text)) for text in completions])
+    log_extra("size", array.array("q", map(len, completions)))
+    return [0.0] * len(completions)
+
 def own_length(completions):
     return array.array("d", map(len, completions))
 
@@ -252,6 +258,15 @@ def work(tmp_path, monkeypatch):
     worker_pool.cache_clear()  # whose processes know no such folder
     yield importlib.import_module("work")
     worker_pool.cache_clear()
+
+
+def test_what_functions_log_as_trls_do(work):
+    """In workers each group its own; a name that two functions log is there twice."""
+    texts, problems = ["a", "bcd", "ef"], [Problem("?"), *[Problem("!")] * 2]
+    for workers, longest in ((0, [3.0, 3.0, 3.0]), (2, [1.0, 3.0, 3.0])):
+        logged = total_rewards([work.logs, work.own_length, work.logs], None, texts, problems, workers=workers).logged
+        columns = {"longest": longest, "kinds": ["(1+0j)", "(3+0j)", "(2+0j)"], "size": [1, 3, 2]}
+        assert logged == columns | {f"{name}_2": values for name, values in columns.items()}
 
 
 def in_workers(function, *completions, group_size=1, **settings):

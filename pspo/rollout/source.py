@@ -77,6 +77,7 @@ class Now:
             rollout=rollout,
             rewards=torch.tensor(scores.totals, dtype=torch.float64),  # (B,)
             rewards_by_name=scores.by_function,
+            logged=scores.logged,
             reward_failed=bool(scores.failures),
         )
         return self.add_advantages(experience)
@@ -123,15 +124,21 @@ def refill(experience: Experience, fresh: Experience, algorithm: AlgorithmConfig
     rows = [group * group_size + i for group in groups for i in range(group_size)]
     indices = torch.tensor(rows)
 
-    by_name = {}
-    for name, values in experience.rewards_by_name.items():
-        joined = values + fresh.rewards_by_name[name]
-        by_name[name] = [joined[row] for row in rows]
+    def select(values: dict[str, list], fresh_values: dict[str, list]) -> dict[str, list]:
+        """The rows' values by name, None where there is none."""
+        selected = {}
+        for name in dict.fromkeys([*values, *fresh_values]):
+            first = values.get(name, [None] * len(experience.rewards))
+            joined = first + fresh_values.get(name, [None] * len(fresh.rewards))
+            selected[name] = [joined[row] for row in rows]
+        return selected
+
     return Experience(
         prompt_indices=[prompt_indices[group] for group in groups],
         rollout=join([experience.rollout, fresh.rollout]).rows(indices),
         rewards=torch.cat([experience.rewards, fresh.rewards])[indices],
-        rewards_by_name=by_name,
+        rewards_by_name=select(experience.rewards_by_name, fresh.rewards_by_name),
+        logged=select(experience.logged, fresh.logged),
         reward_failed=experience.reward_failed or fresh.reward_failed,
         drawn_rewards=(experience.drawn_rewards or experience.rewards.tolist()) + fresh.rewards.tolist(),
         drawn_tokens=(experience.drawn_tokens or experience.rollout.tokens) + fresh.rollout.tokens,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -202,6 +203,7 @@ class Experience:
     rollout: Rollout
     rewards: Tensor  # (B,) float64, NaN if unknown
     rewards_by_name: dict[str, list[float]]  # B values of each reward function
+    logged: dict[str, list[Any]] = field(default_factory=dict)  # by name B values that reward functions logged, or None
     advantages: Tensor | None = None  # (B,) or (B, T) float32; None until they are estimated
     reward_failed: bool = False  # a function failed for some of the completions drawn (--reward.on_error none)
     drawn_rewards: list[float] = field(default_factory=list)  # of all drawn, if --rollout.resample has replaced some

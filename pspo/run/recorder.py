@@ -116,11 +116,13 @@ class Recorder:
         if rollout.sampled_mask is not None:
             rows["turns"] = rollout.turns.tolist()
         rows |= {f"reward/{name}": values for name, values in experience.rewards_by_name.items()}
+        rows |= {f"logged/{name}": values for name, values in experience.logged.items()}
+        joined: dict[str, list[Any]] = {}
         rank_rows = dist.gather_on_main(rows)
-        if not rank_rows:
-            return {}
-        joined = {name: [value for part in rank_rows for value in part[name]] for name in rows}
-        joined["problem"] = [self.prompts.problems[i] for i in joined["index"]]
+        for name in dict.fromkeys(name for part in rank_rows for name in part):  # what rewards log differs by rank
+            joined[name] = [value for part in rank_rows for value in part.get(name, [None] * len(part["text"]))]
+        if joined:
+            joined["problem"] = [self.prompts.problems[i] for i in joined["index"]]
         return joined
 
     def record_samples(self, experience: Experience, rows: dict[str, list[Any]]) -> None:
@@ -201,6 +203,10 @@ def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
     formats = [matches_format(text) for text, problem in pairs if isinstance(problem.answer, Fraction)]
     if formats:
         metrics["format_share"] = np.mean(formats)
+    for name, values in rows.items():
+        numbers = [value for value in values if isinstance(value, int | float)]
+        if name.startswith("logged/") and numbers:
+            metrics[name] = np.mean(numbers)
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -210,8 +216,12 @@ def sample_record(
     """The line of ``samples.jsonl`` of its group's completion number ``sample``, from a row's ``values`` by name."""
     record = {"step": step, "problem": values["index"], "sample": sample, **problem, "completion": completion}
     record |= {name: values[name] for name in ("reward", "advantage", "tokens", "truncated")}
-    rewards = {name: plain(value) for name, value in values.items() if name.startswith("reward/")}
-    return record | {"rewards": {name.removeprefix("reward/"): value for name, value in rewards.items()}}
+    named = {"reward": {}, "logged": {}}
+    for column, value in values.items():
+        kind, _, name = column.partition("/")
+        if name:
+            named[kind][name] = plain(value) if kind == "reward" else value
+    return record | {"rewards": named["reward"]} | ({"logged": named["logged"]} if named["logged"] else {})
 
 
 def drop_nan(values: list[float]) -> list[float]:

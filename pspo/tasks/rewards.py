@@ -2,7 +2,8 @@
 
 A reward of your own is a function or a subclass of `Reward`, named by its import path: --reward.functions
 '[my_rewards.brevity]'. Its parameters name what it gets of `all_inputs`; ``**kwargs`` takes all. It returns one finite
-number per completion, None for "not mine". ``async def`` functions are awaited. docs/guide/rewards.md has the rest.
+number per completion, None for "not mine". ``async def`` functions are awaited. TRL's ``log_metric`` and ``log_extra``
+make columns of the batch. docs/guide/rewards.md has the rest.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import itertools
 import math
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -30,6 +31,8 @@ ATTRIBUTES = ("answer", "source", "category", "level", "solution")  # of `Proble
 LARGEST = 1e15  # of a reward: advantages are float32, whose largest number is 3.4e38, and some square rewards
 
 OnError = Literal["raise", "none"]
+Columns = dict[str, list[Any]]  # what rewards log, by name
+Result = tuple[list[float | None], Columns]
 
 
 class Reward(ABC):
@@ -106,10 +109,11 @@ class FormatReward(Reward):
 
 
 class Scores(NamedTuple):
-    """Rewards of n completions, NaN for none."""
+    """Rewards of n completions, NaN for none; of two functions or columns of one name the second is `name_2`."""
 
     totals: list[float]  # n weighted sums
-    by_function: dict[str, list[float]]  # n values of each; of two of one name the second is `name_2`
+    by_function: dict[str, list[float]]  # n values of each
+    logged: Columns  # n values of each, None for what a function did not log
     failures: dict[str, Exception]  # the first of each function, under on_error "none"
 
 
@@ -123,7 +127,7 @@ def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
         values = [problem.fields.get(name) for problem in problems]
         derived[name] = [getattr(p, name) if v is None else v for p, v in zip(problems, values, strict=True)]
     derived["trainer_state"] = SimpleNamespace(global_step=inputs.get("step", 0))
-    return derived | inputs
+    return derived | {"log_metric": None, "log_extra": None} | inputs  # `call_reward` makes these two
 
 
 def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
@@ -191,9 +195,22 @@ def finite_number(value: Any) -> float | None:
     return float(value) if isinstance(value, Real) and abs(value) <= LARGEST else None
 
 
-def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> list[float | None]:
-    """Values of n completions; RewardError unless there are n finite numbers or None."""
+def plain_value(value: Any) -> str | float | bool | None:
+    """A value that a checkpoint and a table hold; any other is its text."""
+    value = value.item() if hasattr(value, "item") else value
+    is_plain = type(value) in (str, float, bool, type(None)) or (type(value) is int and abs(value) <= LARGEST)
+    return value if is_plain else str(value)
+
+
+def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
+    """Values of n completions, and what the function logs; RewardError unless there are n finite numbers or None."""
     name = reward_name(function)
+    columns: Columns = {}
+    loggers = {
+        "log_metric": lambda key, value: columns.update({str(key): [float(value)] * n}),
+        "log_extra": lambda key, column: columns.update({str(key): [plain_value(value) for value in column]}),
+    }
+    arguments = arguments | {key: logger for key, logger in loggers.items() if key in arguments}
     try:
         values = function(**arguments)
         if inspect.iscoroutine(values):
@@ -205,18 +222,19 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
         raise RewardError(f"reward {name} returned {reprlib.repr(values)}; it must return a list of numbers")
-    if len(values) != n:
-        raise RewardError(f"reward {name} returned {len(values)} values for {n} completions")
+    for what, column in {"returned": values, **columns}.items():
+        if len(column) != n:
+            raise RewardError(f"reward {name}: {what}: {len(column)} values for {n} completions")
     numbers = [finite_number(value) for value in values]
     for i, value in enumerate(values):
         if numbers[i] is None and value is not None:
             what = f"returned {reprlib.repr(value)} for completion {i}; it must be None or a number up to {LARGEST:g}"
             raise RewardError(f"reward {name} {what}")
-    return numbers
+    return numbers, columns
 
 
-def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> list[float | None] | Exception:
-    """`call_reward`; what it raises in place of its values."""
+def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result | Exception:
+    """`call_reward`; what it raises in place of its result."""
     try:
         return call_reward(function, arguments, n)
     except Exception as error:  # a user's code may raise anything
@@ -236,8 +254,8 @@ def guarded_values(
     timeout: float,
     on_error: OnError,
     workers: int,
-) -> tuple[list[float | None], Exception | None]:
-    """Call a reward that may hang or fail; returns values, and the first error under on_error "none".
+) -> tuple[list[float | None], Columns, Exception | None]:
+    """Call a reward that may hang or fail; returns values, what it logs, and the first error under on_error "none".
 
     Without workers it is called once, and if that fails, group by group; a worker process gets a group at a time. A
     group whose call fails is unknown (NaN).
@@ -252,21 +270,29 @@ def guarded_values(
         results = worker_pool(max(workers, 1)).map(call_reward, list(map(call, groups)), timeout)
     else:
         results = [attempt_reward(function, arguments, len(problems))]
-        if on_error == "raise" or isinstance(results[0], list):
+        if on_error == "raise" or isinstance(results[0], tuple):
             groups = [slice(0, len(problems))]
         else:
             results = [attempt_reward(*call(group)) for group in groups]
     values: list[float | None] = [math.nan] * len(problems)
+    logged: Columns = {}
     first_error = None
     for group, result in zip(groups, results, strict=True):
-        if isinstance(result, list):
-            values[group] = result
+        if isinstance(result, tuple):
+            values[group], columns = result
+            for key, column in columns.items():
+                logged.setdefault(key, [None] * len(problems))[group] = column
         elif on_error == "raise":
             is_late = isinstance(result, TimeoutError)
             raise TimeoutError(f"reward {reward_name(function)} {result}") if is_late else result
         else:
             first_error = first_error or result
-    return values, first_error
+    return values, logged, first_error
+
+
+def unique_name(name: str, taken: Collection[str]) -> str:
+    names = itertools.chain([name], (f"{name}_{n}" for n in itertools.count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def total_rewards(
@@ -288,12 +314,14 @@ def total_rewards(
     inputs = {"completions": completions, "problems": problems} | inputs
     weights = [1.0] * len(functions) if weights is None else list(weights)
     values: dict[str, list[float | None]] = {}  # by function
+    logged: Columns = {}
     failures: dict[str, Exception] = {}
     for function in functions:
-        names = itertools.chain([reward_name(function)], (f"{reward_name(function)}_{n}" for n in itertools.count(2)))
-        name = next(name for name in names if name not in {"environment", *values})
+        name = unique_name(reward_name(function), {"environment", *values})
         arguments = reward_arguments(function, inputs)
-        values[name], error = guarded_values(function, arguments, problems, timeout, on_error, workers)
+        values[name], columns, error = guarded_values(function, arguments, problems, timeout, on_error, workers)
+        for key, column in columns.items():
+            logged[unique_name(key, logged)] = column
         if error is not None:
             failures.setdefault(reward_name(function), error)
     if environment_rewards is not None:
@@ -301,10 +329,10 @@ def total_rewards(
         weights.append(1.0)
 
     if not values:  # a distillation without rewards
-        return Scores([0.0] * len(completions), {}, {})
+        return Scores([0.0] * len(completions), {}, {}, {})
     totals = []
     for row in zip(*values.values(), strict=True):
         terms = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
         totals.append(sum(terms) if terms else math.nan)
     by_function = {name: [math.nan if v is None else v for v in column] for name, column in values.items()}
-    return Scores(totals, by_function, failures)
+    return Scores(totals, by_function, logged, failures)
