@@ -68,10 +68,7 @@ def init(strategy: str, timeout: float = TIMEOUT) -> None:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a command; under torchrun, wait for every rank and end the process.
-
-    It ends by `os._exit`, because gloo's threads can abort the interpreter's shutdown (PyTorch 2.13).
-    """
+    """Run a command; under torchrun, wait for every rank and end the process, whose shutdown gloo could abort."""
     if not launched_by_torchrun():
         return main()
     end_with_parent()

@@ -35,15 +35,12 @@ class Servers:
     Args:
         urls: the servers' addresses, such as [http://a:8000]
         timeout: seconds to wait for an answer; the other ranks wait 600 for this one
-
-    Attributes:
-        version: the name of the weights that were pushed last; no other process's weights have it.
     """
 
     def __init__(self, urls: list[str], timeout: float = 300.0) -> None:
         self.urls = urls
         self.timeout = timeout
-        self.version = ""
+        self.version = ""  # of the weights that were pushed last; no other process's have it
         self.threads: ThreadPool | None = None
 
     def check(self) -> None:

@@ -25,10 +25,9 @@ DECODING = "decodes (--rollout.decoder) other tokens than its forward pass finds
 def check_exactness(
     policy: PreTrainedModel, prompts: TokenIds, decode: Callable[[TokenIds], TokenIds], autocast_mode: str = "none"
 ) -> None:
-    """Compare log-probs in padded groups, and greedy decoding, with the model's own logits of each row alone.
+    """Raise ValueError for a model whose padded groups or greedy decoding differ from its own logits of each row alone.
 
-    ``decode`` maps prompts to the first tokens of two greedy completions of each, adjacent. Raises ValueError for a
-    model that differs by more than rounding, or that needs more to run than token ids.
+    ``decode`` maps prompts to the first tokens of two greedy completions of each, adjacent.
     """
     name = type(policy).__name__
     needs_16_bits = "flash" in (policy.config._attn_implementation or "")

@@ -64,8 +64,7 @@ def resolve_adapters(config: ModelConfig) -> ModelConfig:
 def find_default_lr(config: ModelConfig) -> float:
     """The learning rate by the bytes of a model's weights, as far as known; a model of the hub counts as large.
 
-    3e-5 is for the embedded models, 1e-6 is the paper's for Qwen2.5-0.5B and -1.5B. LoRA is best at ten times the rate
-    at about any size (Schulman et al. 2025).
+    1e-6 is the paper's for Qwen2.5-0.5B and -1.5B. LoRA is best at ten times the rate (Schulman et al. 2025).
     """
     config = resolve_adapters(config)
     folder = ASSETS / config.name_or_path

@@ -1,8 +1,4 @@
-"""Log-probs of completions: the one source of old, new and reference log-probs.
-
-One pass through the model's body gives hidden states; the output embedding makes logits of a few rows at a time, and
-`TokenLogprobs` log-probs and entropies of those. No (B, T, V) tensor ever exists.
-"""
+"""Log-probs of completions: the one source of old, new and reference log-probs. No (B, T, V) tensor ever exists."""
 
 from __future__ import annotations
 

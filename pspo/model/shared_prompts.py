@@ -29,11 +29,7 @@ def hidden_states_of_shared_prompts(
 
     First, on a CPU, the beginning of all prompts (the system prompt), then the rest of each prompt for its adjacent
     rows, then the completions, on a CPU those of like lengths together, each on top of the keys and values of what
-    precedes it, through which gradients flow.
-
-    Args:
-        ids, mask, positions: (B, P + T - 1) on the CPU, prompts left-padded and completions right-padded.
-        width: P, the prompts' columns.
+    precedes it, through which gradients flow. Inputs are (B, P + T - 1), on the CPU; ``width`` is P.
     """
     if ids.shape[1] == width:
         return None
@@ -58,7 +54,7 @@ def hidden_states_of_shared_prompts(
 
 
 def passes_by_length(lengths: Tensor, device: torch.device) -> list[Tensor]:
-    """The rows (b,) of each pass, by lengths (B,); on a GPU, whose passes have a higher price, all in one."""
+    """The rows (b,) of each pass, by lengths (B,); on a GPU, where a pass costs more, all in one."""
     order = lengths.argsort(descending=True, stable=True)
     starts = [0]
     if device.type != "cuda":
@@ -93,12 +89,9 @@ def to_model(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tenso
 
 
 class PassCache(DynamicCache):
-    """Cache of one pass on top of another's: a layer that is computed again (checkpointing) finds it unchanged.
+    """Cache of a pass on top of another's, ``below``: a layer that is computed again finds it unchanged.
 
-    Args:
-        below: the pass before; None for the first one.
-        rows: (b,), for each row of this pass the row of that one that it continues.
-        last: True if no pass follows: then its keys and values are not kept.
+    ``rows`` (b,) are the rows of that pass that this one continues; after the ``last`` pass nothing is kept.
     """
 
     def __init__(
