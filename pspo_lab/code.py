@@ -99,7 +99,6 @@ class CodeReward(Reward):
             return list(threads.map(self.value, completions, map(self.tests, problems)))
 
     def tests(self, problem: Problem) -> list[str]:
-        """Return a problem's tests."""
         if self.column not in problem.fields:
             columns = ", ".join(problem.fields)
             raise RewardError(f"CodeReward: there is no column {self.column!r} (columns: {columns}); set column")
@@ -109,7 +108,6 @@ class CodeReward(Reward):
         return [] if tests in (None, "") else [tests]
 
     def value(self, completion: str, tests: list[str]) -> float | None:
-        """Return one completion's reward."""
         if not tests:
             return None
         share = self.run_tests(extract_code(completion), tests) / len(tests)

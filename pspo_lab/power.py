@@ -17,7 +17,6 @@ from scipy.stats import t
 POWER = 0.8
 LEVEL = 0.05  # two-sided, for one comparison alone
 MOST_SEEDS = 1000  # beyond, a number of seeds is no plan
-
 POINTS = (0.01, 0.02, 0.05)  # differences whose seeds are counted
 
 Number = float | np.ndarray

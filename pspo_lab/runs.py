@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from pspo.cli.files import DAMAGE, flat, named_damage, read_config, read_json, read_jsonl
+from pspo.cli.files import DAMAGE, named_damage, read_config, read_json, read_jsonl
 from pspo.cli.terminal import one_line
 from pspo.evaluate.statistics import at_k, measures
 from pspo.tasks.files import local_path
@@ -34,12 +34,12 @@ from pspo_lab.settings import (
     labels,
     not_compared,
     plain_switches,
+    run_switches,
     setting_numbers,
 )
 
 NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "limit", "temperature", "measure",
            "value", "low", "high", "file"]  # fmt: skip
-
 OF_A_SEED = r"(?<=seed-)\d+|\d{8}-\d{6}(-\d+)?"  # in the names of sweeps' runs, and of runs without a name
 
 Row = dict[str, Any]
@@ -186,7 +186,7 @@ def read_run(folder: Path) -> LabRun:
 
 def read_switches(folder: Path) -> Row:
     """Switches as `LabRun` has them, with the defaults of those that a configuration of ours lacks."""
-    switches = flat(read_config(folder / "config.yaml"))
+    switches = run_switches(read_config(folder / "config.yaml"))
     " ".join(map(str, [*switches, *switches.values()])).encode()  # raises where half a surrogate pair is: no text
     if switches.get(DATA) == "file":  # of which there are many
         path = switches.get("data.path")

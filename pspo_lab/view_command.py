@@ -42,7 +42,6 @@ def make_page(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
     files = {"css": "page.css", "js": "page.js", "uplot_js": "uplot.js"}
     assets = {name: Markup((FOLDER / file).read_text(encoding="utf-8")) for name, file in files.items()}
     template = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html.j2")
-    title = ", ".join(root.resolve().name for root in roots)
     compared = {text: parse_surrogate(text) for text in surrogates}
     compared = compared or {name: surrogate() for name, surrogate in surrogate_classes().items()}
     runs = read_runs(roots)
@@ -50,7 +49,7 @@ def make_page(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
         raise ValueError(f"no run is in {', '.join(map(str, roots))}")
     content = json.dumps(plain(page_data(runs, compared))).encode()  # ASCII: lone surrogates are escaped
     data = base64.b64encode(gzip.compress(content, mtime=0)).decode()  # in which no text can end the element
-    return template.render(title=title, data=data, **assets)
+    return template.render(title=", ".join(root.resolve().name for root in roots), data=data, **assets)
 
 
 def main(args: Sequence[str] | None = None) -> None:
