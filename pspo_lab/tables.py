@@ -44,8 +44,7 @@ NOTES = {
 def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
     """Values before training, of models, or after it, of runs' best or final ones; with pass@k, maj@k if sampled.
 
-    Problems without gold answers have their mean reward instead. An evaluation counts before the summary where both
-    have the same number.
+    Problems without gold answers have their mean reward. An evaluation counts before the summary's same number.
     """
     numbers = runs.numbers[runs.numbers["stage"] == stage]
     numbers = numbers[(numbers["temperature"] == "0") == greedy]
@@ -160,10 +159,7 @@ def main_values(runs: Runs, labels: pd.Series) -> pd.DataFrame:
 
 
 def noise_floor(values: pd.DataFrame) -> tuple[float, int]:
-    """Standard deviation of the difference of two runs of one setting, and its degrees of freedom, of all settings.
-
-    From the values of one column, with their row; NaN and 0 where no setting has two seeds.
-    """
+    """SD of the difference of two runs of one setting, and its degrees of freedom; NaN and 0 without two seeds."""
     groups = values.groupby("row")["value"]
     df = groups.size() - 1
     return float(np.sqrt(2 * (groups.var() * df).sum() / df.sum())) if df.sum() else np.nan, int(df.sum())

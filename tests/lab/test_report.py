@@ -42,8 +42,7 @@ def make_run(tmp_path):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         arguments = {key: changes.pop(key, value) for key, value in (own or DEFAULTS.get(method, {})).items()}
-        path = f"{module}.{method}"
-        surrogate = {"class_path": path, "init_args": arguments} if arguments else path
+        surrogate = {"class_path": f"{module}.{method}", "init_args": arguments} if arguments else f"{module}.{method}"
         config = {
             "model": {"name_or_path": "tiny"},
             "data": {"name": "sums", "limit": None},
