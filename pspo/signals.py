@@ -24,8 +24,7 @@ def end_with_parent() -> None:
 def replace_handlers(handler: Callable[[int], None]) -> dict[int, Any]:
     """Handle SIGTERM and SIGINT in this process; returns the handlers before. Nothing in a thread: Python forbids it.
 
-    In a fork, such as a `multiprocessing.Pool` makes, SIGTERM does what it did before, and the first Ctrl-C, which a
-    terminal sends to the fork, too, does nothing.
+    In a fork, such as a `multiprocessing.Pool` makes, the first Ctrl-C does nothing: a terminal sends it there, too.
     """
     process = os.getpid()
 
@@ -33,12 +32,11 @@ def replace_handlers(handler: Callable[[int], None]) -> dict[int, Any]:
         if os.getpid() == process:
             return handler(number)
         signal.signal(number, previous[number])
-        if number == signal.SIGTERM:
-            signal.raise_signal(number)
 
     if threading.current_thread() is not threading.main_thread():
         return {}
     previous = {number: signal.signal(number, handle) for number in SIGNALS}
+    handle.terminate = previous[signal.SIGTERM]
     return previous
 
 
@@ -74,4 +72,14 @@ class StopSignals:
 
 block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)
 unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS)
-os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)  # none is lost in between
+
+
+def restore_in_child() -> None:
+    """Give SIGTERM its handler from before: one of Python's may never run in a fork that waits in C, as a pool's do."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if hasattr(handler, "terminate"):
+        signal.signal(signal.SIGTERM, handler.terminate)
+    unblock()
+
+
+os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore_in_child)  # none is lost in between

@@ -28,8 +28,7 @@ from pspo.token_table import TOKENS
 class Checkpointer:
     """Saves the parts of a run, by their ``state_dict``, and reads what it has saved.
 
-    A part with ``per_rank = True`` has another state on each rank. The snapshot is of the parts when they last matched
-    the weights: what is saved if the next rollout or validation is stopped or fails.
+    The snapshot is of the parts when they last matched the weights: saved if what comes next is stopped or fails.
     """
 
     def __init__(self, config: TrainConfig, parts: dict[str, Any], output: Path) -> None:

@@ -69,10 +69,7 @@ def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]
 
 
 def find_checkpoint(run: Path) -> Path | None:
-    """The run's newest undamaged checkpoint; if none was saved, None, and its records are removed.
-
-    Raises ValueError if only damaged ones are left.
-    """
+    """The run's newest undamaged checkpoint; if none was saved, None, and its records are removed."""
     for folder in (run, run / "checkpoints"):
         remove_leftovers(folder)
     saved = checkpoints(run)
