@@ -103,10 +103,7 @@ class Evaluation:
         return flat
 
     def results(self) -> Record:
-        """The numbers as in ``results.json``, with at_k and a breakdown by source, category and level.
-
-        What no completion has a value of is left out.
-        """
+        """The numbers as in ``results.json``, as far as known, and a breakdown by source, category and level."""
         values = measures(self.completions, self.samples)
         breakdown: dict[str, Record] = {}
         for attribute in ("source", "category", "level"):
@@ -139,7 +136,6 @@ def evaluate(
     """Evaluate on every problem, drawing ``samples`` completions of each; rank 0 alone gets the evaluation.
 
     The random numbers depend on the seed alone, not on what was drawn before, and torch's generators are restored.
-    ``shown_failures`` is of `show_failures`.
     """
     shown_failures = {} if shown_failures is None else shown_failures
     lengths = [len(ids) for ids in prompts.ids]
