@@ -30,6 +30,7 @@ def require(ok: object, switch: str, rule: str, value: object) -> None:
 
 COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 Fact = Literal[
+    "basic",  # `--help` shows it, `--help all` every switch
     "main",  # from Python a section may be its value alone: model="tiny-math"
     "path",  # a path of this machine, or a name: ~ is the home folder, and model cards leave it out
     "mapping",  # a mapping of the user's keys
@@ -78,7 +79,7 @@ class Section:
 class LoraConfig(Section, name="model.lora"):
     """LoRA adapters: the model is frozen, and only small matrices next to its linear layers are trained."""
 
-    rank: int = switch(0, "rank of new adapters; 0 for none", at_least=0)
+    rank: int = switch(0, "rank of new adapters; 0 for none", "basic", at_least=0)
     alpha: float = switch(32.0, "new adapters' output is scaled by alpha / rank", above=0)
     target_modules: str | list[str] = switch("all-linear", "layers with new adapters, by name or a regular expression")
     name_or_path = None  # no switch: `LoraFolder` has it
@@ -95,7 +96,7 @@ class LoraFolder(LoraConfig, name="model.lora"):
 class ModelConfig(Section, name="model"):
     """Model and numerics."""
 
-    name_or_path: str = switch("tiny-base", "tiny-base, tiny-math, tiny-text, a folder or a hub id", "main", "path")
+    name_or_path: str = switch("tiny-base", "tiny-base, -math, -text, a folder or a hub id", "basic", "main", "path")
     revision: str | None = switch(None, "branch, tag or commit on the hub")
     dtype: Literal["auto", "float32", "bfloat16"] = switch("auto", "weights; auto: float32, frozen ones bfloat16")
     autocast: Literal["auto", "bf16", "none"] = switch("auto", "bf16 over float32 weights; auto: on GPUs that have it")
@@ -114,14 +115,14 @@ class ModelConfig(Section, name="model"):
 class DataConfig(Section, name="data"):
     """Problems and prompts."""
 
-    name: str = switch("arithmetic", "or letters, sums, gsm8k, math, svamp, asdiv, gsm8k+math, a hub id, file", "main")
-    path: str | None = switch(None, "local file or folder; unset, the hub", "path", "free", "no setting")
+    name: str = switch("arithmetic", "or letters, sums, gsm8k, math, svamp, asdiv, a+b, hub ids, file", "basic", "main")
+    path: str | None = switch(None, "local file or folder; unset, the hub", "basic", "path", "free", "no setting")
     hub: dict[str, str | dict[str, str]] = switch(dict, "config, revision, and splits: {train: NAME, ...}", "mapping")
-    limit: int | None = switch(None, "number of problems of the split to use; unset, all", above=0)
+    limit: int | None = switch(None, "number of problems of the split to use; unset, all", "basic", above=0)
     seed: int = switch(0, "shuffles the problems and draws the validation split")
-    columns: dict[str, str] = switch(dict, "your names of the columns prompt and answer", "mapping")
+    columns: dict[str, str] = switch(dict, "your names of the columns prompt and answer", "basic", "mapping")
     answer_kind: AnswerKind | None = switch(None, "gold answers are exact numbers, text or none; unset, by the data")
-    holdout: float | None = switch(None, "share of a single split for the test; unset, a fifth", at_least=0, below=1)
+    holdout: float | None = switch(None, "share of one split for a test; unset, a fifth", "basic", at_least=0, below=1)
     system_prompt: str | None = switch(None, 'system message, "" for none; unset, the paper\'s if answers are numbers')
     chat_template: dict[str, Any] | str | None = switch(None, "a Jinja file, or arguments", "path", "mapping")
     max_prompt_tokens: int = switch(512, "drop problems with longer prompts", above=0)
@@ -151,8 +152,8 @@ class DataConfig(Section, name="data"):
 class RewardConfig(Section, name="reward"):
     """Reward: a weighted sum of functions."""
 
-    functions: list[Reward | Callable] = switch(lambda: [MathReward()], "rewards by name or import path", "main")
-    weights: list[float] | None = switch(None, "one weight per function; unset, all 1")
+    functions: list[Reward | Callable] = switch(lambda: [MathReward()], "rewards, by name or path", "basic", "main")
+    weights: list[float] | None = switch(None, "one weight per function; unset, all 1", "basic")
     timeout: float = switch(0.0, "seconds for a prompt's completions; 0: no limit", "free", "no setting", at_least=0)
     on_error: OnError = switch("raise", "raise, or none: that prompt's advantages are 0", "free", "no setting")
     workers: int = switch(0, "processes that call functions; 0: the training process", "free", "no setting", at_least=0)
@@ -172,12 +173,12 @@ class RewardConfig(Section, name="reward"):
 class RolloutConfig(Section, name="rollout"):
     """Sampling of completions."""
 
-    prompts: int = switch(32, "prompts per rollout", above=0)
-    group_size: int = switch(4, "completions per prompt; a group of 1 would always have advantage 0", at_least=2)
-    max_completion_tokens: int = switch(128, "maximum length of a completion", above=0)
+    prompts: int = switch(32, "prompts per rollout", "basic", above=0)
+    group_size: int = switch(4, "completions per prompt; of 1 the advantage is always 0", "basic", at_least=2)
+    max_completion_tokens: int = switch(128, "maximum length of a completion", "basic", above=0)
     stop_tokens: list[str] | None = switch(None, "tokens that end a completion; unset, the model's and its template's")
     stop_strings: list[str] = switch(list, 'texts that end a completion, too, such as "Question:"')
-    temperature: float = switch(0.6, "sampling temperature, also applied to every log-prob", above=0)
+    temperature: float = switch(0.6, "sampling temperature, also applied to every log-prob", "basic", above=0)
     top_p: float = switch(0.85, "nucleus sampling mass", above=0, at_most=1)
     top_k: int = switch(0, "sample from the k most likely tokens; 0 for all", at_least=0)
     max_rows: int | None = switch(None, "completions decoded at a time; unset, by memory", "no setting", above=0)
@@ -192,14 +193,14 @@ class RolloutConfig(Section, name="rollout"):
 class AlgorithmConfig(Section, name="algorithm"):
     """Advantages and loss."""
 
-    surrogate: losses.Surrogate = switch(losses.PSPO, "a class of pspo.losses, or the import path of your own", "main")
+    surrogate: losses.Surrogate = switch(losses.PSPO, "a class of pspo.losses, or your own by path", "basic", "main")
     terms: list[losses.Term | Callable] = switch(list, "import paths of what comes after the surrogate in the loss")
-    epochs: int = switch(2, "passes over each rollout", above=0)
+    epochs: int = switch(2, "passes over each rollout", "basic", above=0)
     minibatches: int = switch(1, "optimizer steps per pass", above=0)
     shuffle: bool = switch(False, "draw the minibatches anew in each pass after the first")
     aggregation: losses.Aggregation | Callable = switch("dapo", "dapo, grpo, dr_grpo, or a function")
-    advantages: Advantages | Callable = switch("none", "none, group, batch, rloo, maxrl, gdpo, or a function")
-    beta: float = switch(0.0, "weight of the KL penalty to the reference model", at_least=0)
+    advantages: Advantages | Callable = switch("none", "none, group, batch, rloo, maxrl, gdpo, or a function", "basic")
+    beta: float = switch(0.0, "weight of the KL penalty to the reference model", "basic", at_least=0)
     kl_estimator: losses.KLEstimator = switch("k3", "k1, k2, k3, or unbiased_k3 (k3 times ratio)")
     reference: str | None = switch(None, "a model of the same vocabulary; unset, with beta, the initial model", "path")
     reference_every: int = switch(0, "rollouts after which the policy becomes the reference; 0: never", at_least=0)
@@ -245,7 +246,7 @@ class OptimizerConfig(Section, name="optimizer"):
     """Optimizer and batch size in memory."""
 
     name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = switch("adamw", "its class; sgd has no momentum")
-    lr: float | None = switch(None, "peak rate; unset, 3e-5 for small models, else 1e-6; LoRA: x 10", above=0)
+    lr: float | None = switch(None, "peak rate; unset, 3e-5 for small models, else 1e-6; LoRA: x 10", "basic", above=0)
     options: dict[str, Any] = switch(dict, "arguments of the optimizer's class: {weight_decay: 0.1}", "mapping")
     warmup_steps: int = switch(0, "optimizer steps of linear warm-up, from 0", at_least=0)
     schedule: Literal["constant", "linear", "cosine"] = switch("constant", "linear and cosine: to 0 at run.max_steps")
@@ -257,14 +258,14 @@ class OptimizerConfig(Section, name="optimizer"):
 class RunConfig(Section, name="run"):
     """Length of the run, evaluation, checkpoints and logs."""
 
-    output_dir: str | None = switch(None, "folder; unset, runs/...", "path", "free", "no setting")
+    output_dir: str | None = switch(None, "folder; unset, runs/...", "basic", "path", "free", "no setting")
     fork_from: str | None = switch(None, "start at a checkpoint of another run, or its newest", "path", "no setting")
-    seed: int = switch(0, "of sampling and the order of prompts", "no setting", at_least=0, below=2**32)
-    max_steps: int = switch(100, "optimizer steps", "may grow", above=0)
+    seed: int = switch(0, "of sampling and the order of prompts", "basic", "no setting", at_least=0, below=2**32)
+    max_steps: int = switch(100, "optimizer steps", "basic", "may grow", above=0)
     max_tokens: int | None = switch(None, "end after as many prompt and completion tokens", "may grow", above=0)
-    validate_every: int = switch(20, "optimizer steps between validations; 0 for none", "no setting", at_least=0)
+    validate_every: int = switch(20, "steps between validations; 0 for none", "basic", "no setting", at_least=0)
     validation_limit: int = switch(128, "validation problems", "no setting", above=0)
-    test_limit: int = switch(500, "test problems before and after training; 0 for none", "no setting", at_least=0)
+    test_limit: int = switch(500, "test problems, before and after; 0 for none", "basic", "no setting", at_least=0)
     save_every: int = switch(50, "steps between checkpoints; 0: at the end alone", "free", "no setting", at_least=0)
     keep: int = switch(2, "newest checkpoints to keep, besides the best model", "free", "no setting", above=0)
     record_tokens: int = switch(2, "groups per rollout whose texts and tokens are written", "no setting", at_least=0)
@@ -345,11 +346,11 @@ class TrainConfig:
 class EvalConfig(Section, name="eval"):
     """Sampling of completions and the split they are evaluated on."""
 
-    split: Literal["train", "validation", "test"] = switch("test", "train, validation or test")
-    temperatures: list[float] = switch(lambda: [0.0], "temperatures, each evaluated; 0 is greedy")
-    samples: int = switch(1, "completions per problem at temperatures above 0", above=0)
+    split: Literal["train", "validation", "test"] = switch("test", "train, validation or test", "basic")
+    temperatures: list[float] = switch(lambda: [0.0], "temperatures, each evaluated; 0 is greedy", "basic")
+    samples: int = switch(1, "completions per problem at temperatures above 0", "basic", above=0)
     top_p: float = switch(1.0, "nucleus sampling mass", above=0, at_most=1)
-    max_completion_tokens: int = switch(128, "maximum length of a completion", above=0)
+    max_completion_tokens: int = switch(128, "maximum length of a completion", "basic", above=0)
     stop_tokens: list[str] | None = switch(None, "tokens that end a completion; unset, the model's and its template's")
     stop_strings: list[str] = switch(list, 'texts that end a completion, too, such as "Question:"')
     max_tokens: int = switch(65_536, "tokens decoded at a time; fewer save memory, and draw other samples", above=0)
@@ -366,8 +367,8 @@ class EvalConfig(Section, name="eval"):
 class EvalRunConfig(Section, name="run"):
     """Output folder and seed."""
 
-    output_dir: str = switch("evaluation", "new folder for results.json and completions.jsonl", "path")
-    seed: int = switch(0, "of sampling", at_least=0, below=2**32)
+    output_dir: str = switch("evaluation", "new folder for results.json and completions.jsonl", "basic", "path")
+    seed: int = switch(0, "of sampling", "basic", at_least=0, below=2**32)
     quiet: bool = switch(False, "print no progress")
 
 

@@ -108,8 +108,8 @@ def test_the_later_of_file_and_switch_wins(tmp_path):
             ["--config=own.yaml", "--algorithm.surrogate={class_path: CISPO, init_args: {epsilon_high: 2}}"],
             CISPO(None, 2),
         ),
-        (["--config=dapo", "--algorithm.surrogate=Clip"], Clip()),  # no epsilon_high of dapo's
-        (["--config=dapo", "--algorithm.surrogate.epsilon=0.1"], Clip(0.1, 0.28)),
+        (["--config=dapo", "--algorithm.surrogate.class_path=Clip"], Clip()),  # no epsilon_high of dapo's
+        (["--config=dapo", "--algorithm.surrogate.init_args.epsilon=0.1"], Clip(0.1, 0.28)),
     ],
     ids=str,
 )
@@ -286,13 +286,15 @@ def test_the_learning_rate_of_the_embedded_models_or_the_paper_s(tmp_path, model
         assert train_config(f"--model.name_or_path={name}", "--optimizer.lr=3e-5").optimizer.lr == 3e-5
 
 
-@pytest.mark.parametrize("words", ["-h", "--help model"])
+@pytest.mark.parametrize("words", ["-h", "--help all", "--help model"])
 def test_help_has_a_text_for_every_switch(words, capsys):
     with pytest.raises(SystemExit) as exit_:
         parse(TrainConfig, "pspo.train", words.split())
     assert not exit_.value.code
     described = re.findall(r"^  --([a-z]+\.[\w.]+) +\S.*$", capsys.readouterr().out, re.MULTILINE)
-    assert described == [name for name in find_switches(TrainConfig) if words == "-h" or name.startswith("model.")]
+    basic = switches_with("basic")
+    shown = {"-h": basic.__contains__, "--help all": str, "--help model": lambda name: name.startswith("model.")}
+    assert described == [*filter(shown[words], find_switches(TrainConfig))]
 
 
 def test_the_guide_lists_exactly_the_switches():

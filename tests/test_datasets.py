@@ -411,6 +411,8 @@ def test_chats_are_prompts(tmp_path, suffix):
         ("a.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": 1}', ["type image"]),
         ("a.jsonl", '{"prompt": "<image>Which?", "images": ["x.png"], "answer": 1}', ["record 1", "has an <image>"]),
         ("a.jsonl", "7\n", ["record 1 must be an object"]),
+        ("a.jsonl", '{"prompt": "p", "answer": 1, "answer": 2}', ["line 1", "'answer' is there twice"]),
+        ("a.csv", "prompt,answer,answer\np,1,2\n", ["'answer' is there twice"]),
         ("a.jsonl", '{"prompt": " ", "answer": 1}', ["record 1", "'prompt' is empty"]),
         ("a.json", "[" * 100_000, []),
         ("a.xml", "<Root>", []),

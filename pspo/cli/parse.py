@@ -101,6 +101,7 @@ def split_words(words: Sequence[str]) -> list[tuple[str, str | None]]:
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
+            name = name.removesuffix(".class_path").replace(".init_args.", ".")  # as config.yaml has a class
             pairs.append((name, value if equals else None))
         elif pairs and pairs[-1][1] is None:
             pairs[-1] = (pairs[-1][0], word)
@@ -179,15 +180,17 @@ def unknown_switch(name: str, switches: dict[str, Field]) -> str:
     return f"unrecognized arguments: --{name}{hint}"
 
 
-def print_help(config_class: type, prog: str, section: str) -> None:
-    """Print what each switch is, or each of a section."""
-    texts = {"print_config": "print the configuration as YAML and exit", "help": "of all switches, or of a SECTION"}
+def print_help(config_class: type, prog: str, topic: str) -> None:
+    """Print what each basic switch is; or each of a section, or of all."""
+    texts = {"print_config": "print the configuration as YAML and exit", "help": "all, or the switches of a SECTION"}
     texts["config"] = f"YAML file, or {', '.join(METHODS)}; later switches override it"
     for switch, part in find_switches(config_class).items():
+        if not topic and "basic" not in part.metadata["facts"]:
+            continue
         default = argument_text(default_of(part))
         is_said = default != "null" and len(default) < 40
         texts[switch] = part.metadata["text"] + (f" (default: {default})" if is_said else "")
     print(f"usage: {prog} [--config FILE] [--SWITCH VALUE ...]\n\n{config_class.__doc__}\n")
     for switch, text in texts.items():
-        if switch.startswith(section):
+        if topic == "all" or switch.startswith(topic):
             print(textwrap.fill(text, 110, initial_indent=f"  --{switch:<30} ", subsequent_indent=" " * 35))

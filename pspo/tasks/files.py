@@ -109,12 +109,22 @@ def read_text(path: Path) -> str:
         raise ValueError(f"not UTF-8, convert it: {error}") from error
 
 
+def make_record(pairs: Iterable[tuple[str, Any]]) -> Record:
+    """A record of columns and values; ValueError for a column that is there twice."""
+    record: Record = {}
+    for column, value in pairs:
+        if column in record:
+            raise ValueError(f"column {column!r} is there twice")
+        record[column] = value
+    return record
+
+
 def table_records(table: Any) -> Iterator[Record]:
     """The rows of a pyarrow table; class labels of `datasets` by their names."""
     info = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}")).get("info") or {}
     features = info.get("features") or {}
     for row in table.to_pylist():
-        yield {field.name: read_value(row[field.name], field.type, features.get(field.name)) for field in table.schema}
+        yield make_record((of.name, read_value(row[of.name], of.type, features.get(of.name))) for of in table.schema)
 
 
 def read_value(value: Any, kind: Any, feature: Any) -> Any:
@@ -153,7 +163,7 @@ class WrittenNumber(Decimal):
 
 
 def _parse_json(text: str) -> Any:  # JSON has no NaN
-    return json.loads(text, parse_float=WrittenNumber, parse_constant=lambda _: None)
+    return json.loads(text, parse_float=WrittenNumber, parse_constant=lambda _: None, object_pairs_hook=make_record)
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
@@ -173,11 +183,12 @@ def _read_json(path: Path) -> list[Any]:
 
 def _read_csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(sys.maxsize)  # by default 131,072 characters
-    reader = csv.DictReader(io.StringIO(read_text(path), newline=""), strict=True)  # an open quote is an error
-    for record in reader:
-        if None in record or None in record.values():
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)  # an open quote is an error
+    header = next(reader, [])
+    for row in filter(None, reader):
+        if len(row) != len(header):
             raise ValueError(f"line {reader.line_num} has more or fewer cells than the header; quote those with commas")
-        yield record
+        yield make_record(zip(header, row, strict=True))
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
