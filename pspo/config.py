@@ -16,7 +16,6 @@ from pspo.tasks.files import local_path
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
 from pspo.tasks.sources import default_answer_kind
-from pspo.tasks.workers import check_importable
 
 Advantages = Literal["none", "group", "batch", "rloo", "maxrl", "gdpo"]
 Decoder = Literal["auto", "pspo", "graphs", "hf"]
@@ -160,9 +159,6 @@ class RewardConfig(Section, name="reward"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.workers > 0 or self.timeout > 0:
-            for function in self.functions:
-                check_importable(function)
         if self.weights is not None:
             is_complete = len(self.weights) == len(self.functions) and all(map(math.isfinite, self.weights))
             rule = f"must have one finite weight for each of {len(self.functions)} rewards"
@@ -221,10 +217,6 @@ class AlgorithmConfig(Section, name="algorithm"):
         if self.reference_every > 0:
             rule = "needs --algorithm.beta above 0, and no --algorithm.reference, which is not replaced"
             require(self.beta > 0 and self.reference is None, "algorithm.reference_every", rule, self.reference_every)
-        for term in self.terms:
-            rule = "must not have a KL penalty or correction of pspo: set --algorithm.beta or --algorithm.correction"
-            by_switch = type(term) in (losses.SamplerCorrection, losses.KLPenalty)  # which need what these two prepare
-            require(not by_switch, "algorithm.terms", rule, type(term).__name__)
 
     @cached_property
     def loss_terms(self) -> list[losses.Term | Callable]:

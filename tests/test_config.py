@@ -338,7 +338,6 @@ MESSAGES = {
     "--config missing.yaml": ".*No such file or directory: 'missing.yaml'",
     "--algorithm.surrogate Clipp": ".* no such class; choose from ASPO, .*VESPO, or give an import path",
     "--rollout.prompts many": "--rollout.prompts must be a whole number, got many",
-    '--algorithm.terms [{"class_path":"KLPenalty","init_args":{"beta":1}}]': "--algorithm.terms must not have a KL ",
     "--algorithm.terms OffPolicyMask": r"--algorithm.terms OffPolicyMask\(threshold\): .* argument: 'threshold'",
     "--algorithm.nucleus replay --rollout.decoder hf": "--algorithm.nucleus",
     "--algorithm.correction token_mask --rollout.engine my.Engine --rollout.lag 1": "--algorithm.correction",

@@ -64,14 +64,6 @@ def check_folder(output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
 
 
-def trained_steps(model: Path) -> int | None:
-    """The optimizer steps behind a model in a run's folder; None of others."""
-    for file, name in ((model / "validation.json", "step"), (model.parent / "summary.json", "optimizer_steps")):
-        if file.is_file():
-            return files.read_json(file).get(name)
-    return None
-
-
 def render(results: dict[str, Any]) -> str:
     """``results.json`` as a table: a line per measure and breakdown, a column per temperature."""
     columns = {}
@@ -118,7 +110,6 @@ def main(args: Sequence[str] | None = None) -> None:
         return
     results = {
         "model": config.model.name_or_path,
-        "step": trained_steps(Path(config.model.name_or_path)),
         "data": config.data.name,
         "split": config.eval.split,
         "n": len(prompts),

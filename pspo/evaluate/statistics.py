@@ -80,29 +80,20 @@ def estimates(values: dict[str, np.ndarray]) -> Record:
 
 
 def estimate(values: np.ndarray) -> Record:
-    """Mean of values (n,), one per problem, and its 95% interval: Wilson's if all are 0 or 1, else a bootstrap's."""
-    binary = np.isin(values, (0, 1)).all()
-    interval = wilson(int(values.sum()), len(values)) if binary else cluster_bootstrap(values)
-    return {"value": float(values.mean()), "ci95": interval}
+    """Mean of values (n,), one per problem, and its 95% interval, None if n is 1.
 
+    Wilson's (1927) if all are 0 or 1, else a percentile bootstrap's: the problems are resampled 10,000 times.
+    """
+    from scipy.stats import binomtest, bootstrap  # slow to import
 
-def wilson(successes: int, n: int) -> tuple[float, float]:
-    """95% score interval of a proportion (Wilson 1927)."""
-    from scipy.stats import binomtest  # slow to import
-
-    low, high = binomtest(successes, n).proportion_ci(0.95, method="wilson")
-    return float(low), float(high)
-
-
-def cluster_bootstrap(values: np.ndarray) -> tuple[float, float] | None:
-    """95% percentile interval of the mean of values (n,), one per cluster, resampled 10,000 times; None if n is 1."""
-    from scipy.stats import bootstrap  # slow to import
-
-    if len(values) < 2:
-        return None
-    rng = np.random.default_rng(0)
-    result = bootstrap((values,), np.mean, n_resamples=10_000, batch=100, method="percentile", rng=rng)
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    interval = None
+    if np.isin(values, (0, 1)).all():
+        interval = binomtest(int(values.sum()), len(values)).proportion_ci(0.95, method="wilson")
+    elif len(values) > 1:
+        rng = np.random.default_rng(0)
+        result = bootstrap((values,), np.mean, n_resamples=10_000, batch=100, method="percentile", rng=rng)
+        interval = result.confidence_interval
+    return {"value": float(values.mean()), "ci95": interval and (float(interval.low), float(interval.high))}
 
 
 def table(corner: str, columns: Any) -> str:
