@@ -16,6 +16,7 @@ from pspo.tasks.files import local_path
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, OnError, Reward
 from pspo.tasks.sources import default_answer_kind
+from pspo.tasks.workers import check_importable
 
 Advantages = Literal["none", "group", "batch", "rloo", "maxrl", "gdpo"]
 Decoder = Literal["auto", "pspo", "graphs", "hf"]
@@ -159,6 +160,9 @@ class RewardConfig(Section, name="reward"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.workers > 0 or self.timeout > 0:
+            for function in self.functions:
+                check_importable(function)
         if self.weights is not None:
             is_complete = len(self.weights) == len(self.functions) and all(map(math.isfinite, self.weights))
             rule = f"must have one finite weight for each of {len(self.functions)} rewards"

@@ -375,6 +375,14 @@ FORMS = {  # what stands before all calls, for each, and behind all, in the temp
         "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments | tojson }}"
         "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
     ),
+    "llama 4": (
+        "<|python_start|>[", f"{{{{ f.name }}}}({ITEMS}{{{{ k }}}}={{{{ v | tojson }}}}{NEXT}{{% endfor %}}){NEXT}",
+        "]<|python_end|>",
+    ),
+    "gemma 3": (
+        "[", f"{{{{ f.name }}}}({ITEMS}{{{{ k }}}}={{{{ \"'\" + v + \"'\" if v is string else v }}}}"
+        f"{NEXT}{{% endfor %}}){NEXT}", "]",
+    ),
     "arguments as text": ("", f"<tool_call>{JSON.replace('tojson', 'tojson | tojson')}</tool_call>", ""),
     "the whole call": ("<tool_calls>", "{{ call | tojson }}", "</tool_calls>"),
 }  # fmt: skip
@@ -403,7 +411,7 @@ def test_calls_that_a_template_writes_are_read_back(tokenizer, family):
             assert parse_calls(tokenizer, text[:cut], Searches.tools) in (calls, calls[:1], [])
     opening = text[: text.index("search")]
     start = time.process_time()
-    for unit in (opening, f"{opening}search", text[: len(text) // 2], text.replace("}", ""), "<parameter=a>"):
+    for unit in (opening, f"{opening}search", text[: len(text) // 2], text.replace("}", ""), "[(", "(a=", "a(a='"):
         for n in (50_000 // len(unit), 1):
             parse_calls(tokenizer, (unit * n) + "9" * 5_000, Searches.tools)
             parse_calls(tokenizer, opening + "search(a=" + unit * n, Searches.tools)
@@ -411,11 +419,27 @@ def test_calls_that_a_template_writes_are_read_back(tokenizer, family):
 
 
 @pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("query='grep -F \"]\" log', limit=-5", {"query": 'grep -F "]" log', "limit": -5}),
+        ("query='a\nb', words=[[1], {'k': None}]", {"query": "a\nb", "words": [[1], {"k": None}]}),
+        ("exact=true, limit=1.5", {"exact": True, "limit": 1.5}), ("query=f(1)", None), ("1, 2", None), ("", {}),
+        ("query=__import__('os')", None), ("query='a", None),
+    ],
+)  # fmt: skip
+def test_arguments_of_pythonic_calls_are_literals(tokenizer, written, arguments):
+    """Reported for other parsers: brackets and line breaks in texts, negative numbers."""
+    tokenizer.chat_template = template(*FORMS["llama 4"])
+    calls = [] if arguments is None else [("search", arguments)]
+    assert parse_calls(tokenizer, f"Well: <|python_start|>[search({written})]") == calls
+
+
+@pytest.mark.parametrize(
     ("each", "message"),
     [
-        ("<|tool_call>call:{{ f.name }}{a:1}<tool_call|>", "cannot be read back; it writes .*a:1"),
+        ("<|tool_call>call:{{ f.name }}{a:1}<tool_call|>", r"\(Gemma 4's\) cannot be read back; it writes .*a:1"),
         ("{{ f.name }}", "cannot be read back; it writes .*search"), ("", "cannot be read back; it fails: .* no calls"),
-        ("<tool_call>{\"name\": \"{{ f.name }}\", \"arguments\": {}}</tool_call>", "cannot be read back; it writes"),
+        ("<tool_call>{\"name\": \"{{ f.name }}\", \"arguments\": {}}</tool_call>", r"\(Hermes's\) cannot be read back"),
     ],
 )  # fmt: skip
 def test_a_template_whose_calls_cannot_be_read_is_refused(tokenizer, each, message):

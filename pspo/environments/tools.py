@@ -3,16 +3,19 @@
     objects    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>      Hermes, Qwen3, Llama 3, Mistral, Phi-4
     named      [TOOL_CALLS]f[ARGS]{"a": 1}                                      Mistral from v11 on, DeepSeek V3
     tagged     <tool_call><function=f><parameter=a>1</parameter> ...            Qwen3-Coder, GLM 4.5, Nemotron 3
+    pythonic   [f(a=1, b='x'), g()]                                             Llama 4, LFM2, Gemma
 
 The form of a template is the one that reads a known call back; `check_calls` refuses templates whose calls are not read
 back as they were put in. A tokenizer's own response template goes before these. What the model writes is hostile:
 reading takes time linear in the text and raises nothing.
 """
 
+import ast
 import contextlib
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -31,7 +34,14 @@ TOOL = r"\s*+(?P<tool>[\w.:/-]{1,200}+)"
 KEY = r"(?P<key>[\w.-]{1,200}+)"
 WORDS = "\ufdd2"  # of the model
 PROBE = ("a_tool", {"an_argument": "a_value", "another_one": "other_value"})
-PYTHON_WORDS = {"True": True, "False": False, "None": None}  # that templates write for truth values
+JSON_WORDS = {"true": True, "false": False, "null": None}
+NOT_PYTHON = (ValueError, SyntaxError, AttributeError, TypeError, RecursionError, MemoryError)
+FAMILIES = {  # by what their templates write
+    "<|channel|>": "gpt-oss", "<|tool_call>": "Gemma 4", "<start_function_call>": "FunctionGemma",
+    "<|tool_calls_section_begin|>": "Kimi K2", "｜DSML｜": "DeepSeek V3.2", "<｜tool▁call▁begin｜>": "DeepSeek V3",
+    "[TOOL_CALLS]": "Mistral", "<parameter=": "Qwen3-Coder", "<arg_key>": "GLM 4.5", "<|tool_call|>": "Phi-4",
+    "<invoke": "MiniMax M2", "<|START_ACTION|>": "Command A", "<|python_tag|>": "Llama 3", "<tool_call>": "Hermes",
+}  # fmt: skip
 
 
 class CallForm(NamedTuple):
@@ -43,6 +53,7 @@ class CallForm(NamedTuple):
     close: str = ""  # of tagged calls, what follows the last argument
 
 
+PYTHONIC = CallForm(r"\[(?=\s*+[\w.]++\()")
 FORMS = (  # objects are not here: what stands before them is read from the template
     CallForm(rf"\[TOOL_CALLS\]{TOOL}(?:\[CALL_ID\]\w++)?\[ARGS\]"),
     CallForm(rf"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?{TOOL}(?:\s*+```json|<｜tool▁sep｜>)"),
@@ -51,6 +62,7 @@ FORMS = (  # objects are not here: what stands before them is read from the temp
         rf"<tool_call>{TOOL}", "", rf"\s*+<arg_key>{KEY}</arg_key>\s*+<arg_value>(?P<value>.*?)</arg_value>",
         "</tool_call>",
     ),
+    PYTHONIC,
 )  # fmt: skip
 
 
@@ -67,6 +79,9 @@ def parse_calls(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any] 
 
 def read_calls(text: str, form: CallForm, tools: list[Any] | None) -> Iterator[Call]:
     """Yield the calls of a form in a text."""
+    if form is PYTHONIC:
+        yield from read_pythonic(text)
+        return
     schemas = argument_schemas(tools) if form.argument else {}
     end = 0
     for _ in range(MAX_CALLS):
@@ -107,18 +122,43 @@ def object_calls(value: Any, key: str) -> list[Call]:
     return [(value["name"], arguments)] if is_call else []
 
 
+class JsonWords(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(JSON_WORDS[node.id]) if node.id in JSON_WORDS else node
+
+
+def read_literal(tree: ast.AST) -> Any:
+    """The value of a literal of Python or JSON; nothing is evaluated, and other code is a ValueError."""
+    return ast.literal_eval(JsonWords().visit(tree))
+
+
 def read_tagged(text: str, start: int, form: CallForm, schemas: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Arguments between tags, and where they end: texts where their schema has texts, else JSON if they are."""
+    """Arguments between tags, and where they end: texts where their schema has texts, else literals if they are."""
     arguments = {}
     pattern = re.compile(form.argument, re.DOTALL)
     while (match := pattern.match(text, start)) is not None:
         value = match["value"]
         if not takes_text(schemas.get(match["key"], {})):
-            with contextlib.suppress(ValueError, RecursionError):
-                value = PYTHON_WORDS[value.strip()] if value.strip() in PYTHON_WORDS else json.loads(value)
+            with contextlib.suppress(*NOT_PYTHON):
+                value = read_literal(ast.parse(value.strip(), mode="eval"))
         arguments[match["key"]] = value
         start = match.end()
     return arguments, start
+
+
+def read_pythonic(text: str) -> Iterator[Call]:
+    """Yield calls that are written as a list of Python's, with keyword arguments."""
+    start = re.search(PYTHONIC.head, text)
+    source = text[start.start() : text.rfind("]") + 1] if start else ""
+    calls = []
+    for written in (source, source.replace("\n", "\\n")):  # some templates write line breaks of texts as they are
+        with warnings.catch_warnings(action="ignore"), contextlib.suppress(*NOT_PYTHON):  # of unknown escapes
+            calls = calls or ast.parse(written, mode="eval").body.elts
+    for call in calls:
+        with contextlib.suppress(*NOT_PYTHON):
+            values = {each.arg: read_literal(each.value) for each in call.keywords}
+            if not call.args:
+                yield ast.unparse(call.func), values
 
 
 def argument_schemas(tools: list[Any] | None) -> dict[str, dict[str, Any]]:
@@ -191,5 +231,7 @@ def check_calls(tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnviro
             reason = f"it fails: {error}"
             is_read = len(several) > 1  # Llama 3.1's allows one call
         if not is_read:
+            template = str(tokenizer.get_chat_template(tools=[]))
+            family = next((f" ({family}'s)" for mark, family in FAMILIES.items() if mark in template), "")
             fix = "use a tokenizer with a response template, another --data.chat_template, or no tools"
-            raise ValueError(f"tool calls of the chat template cannot be read back; {reason}: {fix}")
+            raise ValueError(f"tool calls of the chat template{family} cannot be read back; {reason}: {fix}")

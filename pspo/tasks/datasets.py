@@ -56,14 +56,14 @@ def local_parts(path: Path, skip: str = "") -> list[Part]:
 
     Of a folder by `Dataset.save_to_disk` these are the tables, without caches of later operations.
     """
-    if path.is_file() and path.suffix in files.READERS:
+    if path.is_file() and files.file_format(path):
         return [Part(path.name, str(path), files.read_records(path))]
     tables = [file for file in path.rglob("*.arrow") if not file.name.startswith("cache-")]
     parts = []
     for file in sorted(tables or path.rglob("*")):
         place = file.relative_to(path)
         is_hidden = any(part.startswith(".") for part in place.parts)
-        if file.suffix in files.READERS and not is_hidden and not (skip and skip in str(place)):
+        if files.file_format(file) and not is_hidden and not (skip and skip in str(place)):
             parts.append(Part(str(place), str(file), files.read_records(file)))
     if not parts:
         raise ValueError(f"{path} holds no {', '.join(files.READERS)} file; check --data.path")

@@ -22,10 +22,20 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Format an error with its traceback; in no code of the user's, those that say what is wrong by their message."""
-    if not user_frames(error) and isinstance(error, UserCodeError | WorkerError | TimeoutError):
+    """Format an error with the user's own frames alone, and the file and line where a library raised it."""
+    frames = user_frames(error)
+    if not frames and isinstance(error, UserCodeError | WorkerError | TimeoutError):
         return str(error)
-    return "".join(traceback.format_exception(error)).rstrip()
+    if not frames:
+        whole = "".join(traceback.format_exception(error)).rstrip()
+        return whole if isinstance(error, ValueError) else f"raised in no code of yours:\n{whole}"  # those say the fix
+    lines = ["Traceback (your code):\n", *traceback.format_list(frames)]
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    if frames[-1] != innermost:
+        lines.append(f"  raised in {innermost.filename}, line {innermost.lineno}\n")
+    if error.__cause__ is not None:
+        lines.insert(0, f"{user_traceback(error.__cause__)}\n\nthe cause of:\n\n")
+    return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
 
 
 def show_failures(failures: dict[str, Exception], shown: dict[str, str]) -> None:

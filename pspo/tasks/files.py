@@ -1,4 +1,4 @@
-"""Readers of local files: JSON lines, JSON, CSV, parquet, arrow and ASDiv's XML, as rows.
+"""Readers of local files, compressed or not: JSON lines, JSON, CSV, parquet, arrow and ASDiv's XML, as rows.
 
 Not by `datasets`, because gold answers keep their decimal digits: 0.1 in a JSON file is Decimal("0.1").
 """
@@ -15,9 +15,12 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pspo.tasks.problem import Messages, check_chat, check_unicode
 
 Record = dict[str, Any]  # of a file or data set of the hub: values by column
+COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")  # that pyarrow reads
 DAMAGE = (ValueError, InvalidOperation, NotImplementedError, OSError, RecursionError, csv.Error, ElementTree.ParseError)
 
 
@@ -77,10 +80,16 @@ def plain(value: Any) -> Any:
     return {key: plain(part) for key, part in value.items()} if isinstance(value, dict) else value
 
 
+def file_format(path: Path) -> str:
+    """The key of `READERS` in a file's name, such as .jsonl of train.jsonl.gz; "" if it has none."""
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+    return suffix if suffix in READERS else ""
+
+
 def read_records(path: Path) -> Iterator[Record]:
     """Yield all records of a file; ValueError names the file, and the line or record, that is wrong."""
     try:
-        for number, record in enumerate(READERS[path.suffix](path), 1):
+        for number, record in enumerate(READERS[file_format(path)](path), 1):
             if not isinstance(record, dict):
                 raise ValueError(f"record {number} must be an object of columns, not a {type(record).__name__}")
             check_unicode(record, f"record {number}")
@@ -90,8 +99,14 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file, line ends as they are, without its byte order mark."""
-    return path.read_bytes().decode("utf-8-sig")
+    """The text of a file without its byte order mark; ValueError, without the path, if it is not UTF-8."""
+    import pyarrow  # slow to import
+
+    content = pyarrow.input_stream(str(path), compression="detect").read()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8, convert it: {error}") from error
 
 
 def make_record(pairs: Iterable[tuple[str, Any]]) -> Record:
@@ -105,26 +120,34 @@ def make_record(pairs: Iterable[tuple[str, Any]]) -> Record:
 
 
 def table_records(table: Any) -> Iterator[Record]:
-    """The rows of a pyarrow table: shortest decimals of float32, class labels of `datasets` by their names."""
+    """The rows of a pyarrow table; class labels of `datasets` by their names."""
     info = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}")).get("info") or {}
     features = info.get("features") or {}
-    columns = [column_values(table[i], features.get(name)) for i, name in enumerate(table.column_names)]
-    for row in zip(*columns, strict=True):
-        yield make_record(zip(table.column_names, row, strict=True))
+    for row in table.to_pylist():
+        yield make_record((of.name, read_value(row[of.name], of.type, features.get(of.name))) for of in table.schema)
 
 
-def column_values(column: Any, feature: Any) -> list[Any]:
-    """A column of a pyarrow table by its type and its feature of `datasets`; objects have no keys that are None.
+def read_value(value: Any, kind: Any, feature: Any) -> Any:
+    """A value by its pyarrow type and feature of `datasets`: shortest decimals of float32, names of class labels.
 
-    A table gives each object the keys of all the others.
+    Objects have no keys that are None: a table gives each the keys of all the others.
     """
-    values = column.to_pylist()
-    if str(column.type) in ("float", "halffloat"):
-        narrow = column.type.to_pandas_dtype()
-        return [None if value is None else float(str(narrow(value))) for value in values]
-    if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
-        return [None if value in (None, -1) else feature["names"][value] for value in values]
-    return [without_gaps(value) for value in values]
+    import pyarrow.types as types  # slow to import
+
+    feature = feature[0] if isinstance(feature, list) else feature or {}
+    feature = feature.get("feature") or feature  # of a list's parts
+    if value is None:
+        return None
+    if types.is_float32(kind) or types.is_float16(kind):
+        return float(str((np.float16 if types.is_float16(kind) else np.float32)(value)))
+    if types.is_struct(kind):
+        parts = {field.name: read_value(value[field.name], field.type, feature.get(field.name)) for field in kind}
+        return {key: part for key, part in parts.items() if part is not None}
+    if isinstance(value, list) and not types.is_map(kind):
+        return [read_value(part, kind.value_type, feature) for part in value]
+    if feature.get("_type") == "ClassLabel":
+        return feature["names"][value] if value >= 0 else None
+    return value
 
 
 class WrittenNumber(Decimal):

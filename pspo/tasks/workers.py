@@ -6,6 +6,7 @@ hangs, limits its memory, or starts processes without the trainer's memory and `
 
 import contextlib
 import importlib
+import inspect
 import os
 import resource
 import subprocess
@@ -98,3 +99,11 @@ def serve(connection: Connection, memory: int) -> None:
             except Exception as error:  # a user's code may raise anything
                 result = WorkerError(user_traceback(error))
             connection.send(result)
+
+
+def check_importable(function: Callable[..., Any]) -> None:
+    """Raise ValueError unless another process can import the function, or the class of the object."""
+    target = function if inspect.isfunction(function) else type(function)
+    if target.__module__ == "__main__" or "<" in target.__qualname__:
+        what = "--reward.workers and --reward.timeout need functions that other processes can import"
+        raise ValueError(f"{what}: put {target.__qualname__} at the top level of a module other than __main__")
