@@ -116,9 +116,10 @@ def run_on_main(function: Callable[[], T]) -> T:
 
 def gather_objects(value: T) -> list[T]:
     """Every rank's value, in rank order. Tensors must be on the CPU."""
+    if not torch_dist.is_initialized():
+        return [value]
     values = [value] * world_size()
-    if world_size() > 1:
-        torch_dist.all_gather_object(values, value)
+    torch_dist.all_gather_object(values, value)
     return values
 
 

@@ -19,9 +19,10 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from pspo.environments.tools import CALL_ID, parse_calls, tool_call
 from pspo.errors import RewardError
-from pspo.model.chat import completion_texts, encode, render_prompts, special_pattern
+from pspo.model.chat import encode, render_prompts, special_pattern
 from pspo.model.find import check_token_ids
 from pspo.rollout import How, Prompts, Rollout, Sampler, Sampling
+from pspo.rollout.sampler import completion_texts
 from pspo.tasks import Problem
 from pspo.tasks.environment import Environment, MakeEnvironment, open_environment, reset_environment
 from pspo.tasks.rewards import finite_number

@@ -1,7 +1,7 @@
 """Chats: rendered with the model's template, with special tokens in what users bring broken up."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -84,22 +84,3 @@ def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     """Token ids of rendered prompts."""
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def completion_texts(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[int]],
-    completions: list[list[int]],
-    stop_ids: Collection[int] = (),
-) -> list[str]:
-    """Completions as text, with the `<think>` that ends a template's prompt.
-
-    Of special tokens only those that stop, pad and begin are left out: rewards see tags, special or not.
-    """
-    ends = tokenizer.batch_decode([ids[-10:] for ids in prompts])  # ten tokens hold it in any vocabulary
-    added = tokenizer.added_tokens_decoder
-    dropped = {i for i in stop_ids if i in added and added[i].special}
-    dropped |= {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
-    texts = tokenizer.batch_decode([[i for i in ids if i not in dropped] for ids in completions])
-    opened = ["<think>" if end.rstrip().endswith("<think>") else "" for end in ends]
-    return [start + text for start, text in zip(opened, texts, strict=True)]

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
-from transformers import DynamicCache, PreTrainedModel, StopStringCriteria
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.cache_utils import DynamicLayer
 
 from pspo.model import CACHE_ARGUMENT, share_prefix, takes_visible_columns, to_device, to_model
@@ -66,8 +72,11 @@ def decode(
             finished = int(state.ended.sum())
             if finished == len(state.ended):
                 break
-            if finished >= MIN_FINISHED * len(state.ended):
-                drop_finished_rows(state)
+            if finished >= MIN_FINISHED * len(state.ended):  # they leave the batch and the cache
+                stay = (~state.ended).nonzero().squeeze(1)
+                state.cache.batch_select_indices(stay)
+                for name in ("live", "ended", "tokens", "positions", "attention_mask"):
+                    setattr(state, name, getattr(state, name)[stay])
         state.positions += 1
         mask = state.attention_mask[..., : state.prompt_length + state.length]
         state.logits = next_logits(model, state.cache, state.tokens[:, None], mask, state.positions)
@@ -150,14 +159,6 @@ def sample(state: DecodeState, sampling: Sampling) -> None:
     state.length += 1
 
 
-def drop_finished_rows(state: DecodeState) -> None:
-    """Take the rows that have ended out of the batch and the cache."""
-    stay = (~state.ended).nonzero().squeeze(1)
-    state.cache.batch_select_indices(stay)
-    for name in ("live", "ended", "tokens", "positions", "attention_mask"):
-        setattr(state, name, getattr(state, name)[stay])
-
-
 class BufferedLayer(DynamicLayer):
     """A prefilled full-attention cache layer, repeated for each row of a group, that writes into preallocated buffers.
 
@@ -191,3 +192,42 @@ def cache_dtype(states: Tensor) -> torch.dtype:
     """The dtype of buffers for keys and values: autocast's, or attention would cast all of them at every step."""
     device_type = states.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
+
+
+def generate_by_library(
+    model: PreTrainedModel,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    sampling: Sampling,
+    stop_strings: StopStringCriteria | None,
+    group_size: int,
+) -> Completions:
+    """`decode` by transformers' own `generate`, the reference, without the model's generation config."""
+    prompt_ids = prompt_ids.to(model.device).repeat_interleave(group_size, dim=0)
+    prompt_mask = prompt_mask.long().to(model.device).repeat_interleave(group_size, dim=0)
+    width = prompt_ids.shape[1]
+    criteria = StoppingCriteriaList()
+    if stop_strings is not None:
+        criteria.append(lambda ids, scores: stop_strings(ids[:, width:], scores))
+    greedy = sampling.temperature == 0
+    config = GenerationConfig(
+        do_sample=not greedy,
+        temperature=1.0 if greedy else sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=50 if greedy else sampling.top_k,  # 50 is the library's default: any other draws a warning when greedy
+        max_new_tokens=sampling.max_completion_tokens,
+        eos_token_id=list(sampling.stop_ids) or None,
+        pad_token_id=sampling.pad_id,
+    )
+    hidden_config = model.generation_config
+    training = model.training
+    model.generation_config = GenerationConfig()  # unset fields would be filled from its own
+    model.eval()  # as a KV cache needs it
+    try:
+        rows = model.generate(
+            prompt_ids, attention_mask=prompt_mask, generation_config=config, stopping_criteria=criteria
+        )
+    finally:
+        model.train(training)
+        model.generation_config = hidden_config
+    return Completions(rows[:, width:])

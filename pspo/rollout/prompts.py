@@ -160,10 +160,6 @@ class PromptStream:
         self.seek(position)
         return share
 
-    def problems(self, indices: list[int]) -> list[Problem]:
-        """The problem of each row of these prompts' groups."""
-        return [self.prompts.problems[i] for i in indices for _ in range(self.config.rollout.group_size)]
-
     def seek(self, position: int) -> None:
         self.position = position
         epoch, drawn = divmod(position, len(self.prompts))

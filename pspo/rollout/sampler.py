@@ -14,14 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCri
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig, Decoder, RolloutConfig
 from pspo.model import autocast, default_max_rows, is_out_of_memory, stop_token_ids, takes_visible_columns
-from pspo.model.chat import completion_texts
 from pspo.model.exactness import check_exactness
 from pspo.model.find import check_token_ids, token_ids
 from pspo.model.shared_prompts import has_plain_cache
-from pspo.rollout.decode import decode
+from pspo.rollout.decode import decode, generate_by_library
 from pspo.rollout.drawing import Generators, random_numbers, set_torch_states, torch_states
 from pspo.rollout.graphs import decode_by_graphs
-from pspo.rollout.library import generate_by_library
 from pspo.rollout.prompts import Prompts
 from pspo.rollout.types import Completions, Rollout, Sampling, join
 from pspo.signals import StopSignals
@@ -112,6 +110,25 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Ten
     ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[False] * (width - len(prompt)) + [True] * len(prompt) for prompt in prompts]
     return torch.tensor(ids), torch.tensor(mask)
+
+
+def completion_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    completions: list[list[int]],
+    stop_ids: Sequence[int],
+) -> list[str]:
+    """Completions as text, with the `<think>` that ends a template's prompt.
+
+    Of special tokens only those that stop, pad and begin are left out: rewards see tags, special or not.
+    """
+    ends = tokenizer.batch_decode([ids[-10:] for ids in prompts])  # ten tokens hold it in any vocabulary
+    added = tokenizer.added_tokens_decoder
+    dropped = {i for i in stop_ids if i in added and added[i].special}
+    dropped |= {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
+    texts = tokenizer.batch_decode([[i for i in ids if i not in dropped] for ids in completions])
+    opened = ["<think>" if end.rstrip().endswith("<think>") else "" for end in ends]
+    return [start + text for start, text in zip(opened, texts, strict=True)]
 
 
 def make_rollout(

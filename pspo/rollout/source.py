@@ -67,7 +67,7 @@ class Now:
         with self.phase("generate"), gathered:
             rollout = self.draw_rollout(prompts)
         with self.phase("reward"):
-            problems = self.stream.problems(indices)
+            problems = [problem for problem in prompts.problems for _ in range(self.config.rollout.group_size)]
             limit = self.config.rollout.max_completion_tokens
             scores = rollout.score(problems, self.config.reward, self.learner.steps, limit)
         if scores.failures:
@@ -99,7 +99,8 @@ class Now:
     def estimate_advantages(self, experience: Experience) -> Tensor:
         """Advantages by "gdpo" or a function of the user's, which may ask for the reference and its log-probs."""
         config = self.config
-        problems = self.stream.problems(experience.prompt_indices)
+        prompts = self.stream.prompts.take(experience.prompt_indices)
+        problems = [problem for problem in prompts.problems for _ in range(config.rollout.group_size)]
         ones = torch.ones(len(problems))
         with self.learner.reference_model() as reference:
             computed = {}

@@ -192,7 +192,7 @@ def trained_rows(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfi
     mask = rollout.loss_mask
     if algorithm.mask_truncated:
         mask = mask & rollout.terminated[:, None]
-    return (mask & (advantages.reshape(len(rollout), -1) != 0)).any(dim=1)
+    return (mask & (advantages.reshape(len(mask), -1) != 0)).any(dim=1)
 
 
 @dataclass(frozen=True)
@@ -242,12 +242,11 @@ class Batch:
         """The rows at ``indices`` (b,) int64, trimmed as `Rollout.rows` trims them."""
         rollout = self.rollout.rows(indices)
         width = rollout.completion_ids.shape[1]
-
-        def select(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[to_device(indices, values.device), :width]
-
-        rows = indices if self.indices is None else self.indices[indices]
-        return Batch(rollout, select(self.advantages), select(self.old_logprobs), select(self.ref_logprobs), rows)
+        values = [self.advantages, self.old_logprobs, self.ref_logprobs]
+        for i, tensor in enumerate(values):
+            if tensor is not None:
+                values[i] = tensor[to_device(indices, tensor.device), :width]
+        return Batch(rollout, *values, indices if self.indices is None else self.indices[indices])
 
     def loss_inputs(self, rows: slice, logprobs: Tensor, entropies: Tensor, step: int) -> LossInputs:
         """Inputs of the loss at some whole rows, from log-probs and entropies (n,) of their completion tokens."""

@@ -162,12 +162,6 @@ def _marked_lines(text: str, marker: Marker) -> list[str]:
     return lines if marker == "first" else lines[::-1]
 
 
-def _is_in_formula(text: str, match: re.Match[str]) -> bool:
-    """True for a number that is a part of arithmetic, an equation, a time or a ratio: 5 - 3, 3x = 12, 3:45."""
-    first = match.start() + len(match["sign"] or "")
-    return bool(_BEHIND.match(text, match.end()) or _BEFORE.search(text[max(0, first - 40) : first]))
-
-
 def _read_line(line: str) -> tuple[bool, Number | None]:
     """True if a line has a number; and its value: the first number outside formulas, or behind the `=` of one."""
     has_number = False
@@ -176,7 +170,10 @@ def _read_line(line: str) -> tuple[bool, Number | None]:
         match = next((match for match in _NUMBER.finditer(line, position) if _read(match) is not None), None)
         if match is None:
             return has_number, None
-        if not _is_in_formula(line, match):
+        first = match.start() + len(match["sign"] or "")
+        # Arithmetic, an equation, a time or a ratio: 5 - 3, 3x = 12, 3:45.
+        is_in_formula = _BEHIND.match(line, match.end()) or _BEFORE.search(line[max(0, first - 40) : first])
+        if not is_in_formula:
             return True, _read(match)
         has_number = True
         position = line.find("=", match.end()) + 1

@@ -265,14 +265,14 @@ def guarded_values(
         inputs = {key: value[rows] if isinstance(value, list) else value for key, value in arguments.items()}
         return function, inputs, len(problems[rows])
 
-    groups = group_slices(problems)
+    groups = [slice(0, len(problems))]
     if workers or timeout:  # what hangs can be killed in a process of its own only
+        groups = group_slices(problems)
         results = worker_pool(max(workers, 1)).map(call_reward, list(map(call, groups)), timeout)
     else:
         results = [attempt_reward(function, arguments, len(problems))]
-        if on_error == "raise" or isinstance(results[0], tuple):
-            groups = [slice(0, len(problems))]
-        else:
+        if on_error == "none" and isinstance(results[0], Exception):
+            groups = group_slices(problems)
             results = [attempt_reward(*call(group)) for group in groups]
     values: list[float | None] = [math.nan] * len(problems)
     logged: Columns = {}

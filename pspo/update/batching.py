@@ -35,7 +35,7 @@ def make_batch(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig)
         raise ValueError("--algorithm.nucleus replay needs nuclei: make_sampling(..., algorithm=config.algorithm)")
     if algorithm.mask_truncated:
         rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
-    return Batch(rollout, advantages.cpu().reshape(len(rollout), -1))
+    return Batch(rollout, advantages.cpu().reshape(len(rollout.texts), -1))
 
 
 def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuffled: bool = False) -> list[Minibatch]:
@@ -50,7 +50,7 @@ def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuff
     pieces = (algorithm.surrogate, *algorithm.loss_terms)
     if all(getattr(piece, "silent_at_zero_advantage", False) for piece in pieces):
         has_gradient = trained_rows(batch.rollout, batch.advantages, algorithm)
-    groups = torch.arange(len(batch.rollout)).view(-1, config.rollout.group_size)
+    groups = torch.arange(len(loss_tokens)).view(-1, config.rollout.group_size)
     if shuffled:
         groups = groups[np.random.default_rng((config.run.seed, dist.rank(), learner.steps)).permutation(len(groups))]
     minibatches = []

@@ -39,14 +39,16 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
     batch = make_batch(rollout, advantages, algorithm)
     minibatches = split_minibatches(learner, batch, config)
-    old = old_logprobs(learner, batch, minibatches, config)  # (B, T)
+    is_first = rollout.behaviour_logprobs is None  # then old log-probs are those of the pass that precedes any step
+    old = None  # (B, T); of one minibatch its first visit makes all
+    if not is_first or len(minibatches) > 1:
+        old = old_logprobs(learner, batch, minibatches, config)
     if algorithm.beta > 0:
         if algorithm.reference_every > 0:
             learner.refresh_reference(algorithm.reference_every)
         with learner.reference_model() as reference:
             logprobs = compute_logprobs(learner, batch, minibatches, reference, config)
         batch = replace(batch, ref_logprobs=logprobs)
-    is_first = rollout.behaviour_logprobs is None  # then old log-probs are those of the pass that precedes any step
     steps = []
     for epoch in range(algorithm.epochs):
         if algorithm.shuffle and epoch > 0:
@@ -56,8 +58,11 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
             tokens, metrics = take_step(learner, whole, minibatch, config)
             steps.append(metrics)
             if is_first:
+                logprobs = tokens["logprob"]
+                if old is None:
+                    old = logprobs.new_zeros(rollout.completion_ids.shape, device=learner.policy.device)
                 places = (tokens["row"].to(old.device), tokens["position"].to(old.device))
-                old[places] = tokens["logprob"].to(old)
+                old[places] = logprobs.to(old)
                 is_first = False
     return steps
 
