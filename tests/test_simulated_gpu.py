@@ -22,7 +22,7 @@ import pspo.evaluate.__main__
 import pspo.update.step
 from pspo.config import ModelConfig, RolloutConfig
 from pspo.losses import Surrogate
-from pspo.model import autocast, default_max_rows, default_microbatch_tokens, load_policy, load_tokenizer
+from pspo.model import autocast, default_max_rows, default_microbatch_tokens, load_tokenizer
 from pspo.rollout import generate, make_sampling
 from pspo.train import main
 
@@ -249,24 +249,9 @@ def check_biases() -> None:
                     parameter += torch.randn(parameter.shape, device="cuda")
 
 
-def check_draws() -> None:
-    """Graphs draw the same from a state of the generators in buffers of their own, and in those of a larger draw."""
-    tokenizer = load_tokenizer(ModelConfig())
-    drawn = []
-    for is_used in (False, True):
-        policy = load_policy(ModelConfig(one_layer()))
-        sampling = make_sampling(policy, tokenizer, RolloutConfig(decoder="graphs", max_completion_tokens=20))
-        if is_used:
-            generate(policy, tokenizer, [list(range(1, 90))] * 20, sampling)
-        torch.manual_seed(5)
-        drawn.append(generate(policy, tokenizer, [[1, 2, 3]] * 9, replace(sampling, stop_ids=())).completion_ids)
-    assert torch.equal(*drawn)
-
-
 @pytest.mark.skipif(not HAS_GPU, reason="the simulated GPU does it in a process of its own")
-@pytest.mark.parametrize("check", [check_biases, check_draws])
-def test_graphs(check):
-    check()
+def test_graphs():
+    check_biases()
 
 
 @pytest.mark.slow
@@ -278,4 +263,3 @@ def test_the_simulation_refuses_what_a_gpu_refuses_and_replays_graphs(tmp_path):
 if __name__ == "__main__":
     check_rules()
     check_biases()
-    check_draws()

@@ -269,9 +269,11 @@ def guarded_values(
     if workers or timeout:  # what hangs can be killed in a process of its own only
         groups = group_slices(problems)
         results = worker_pool(max(workers, 1)).map(call_reward, list(map(call, groups)), timeout)
+    elif on_error == "raise":
+        results = [call_reward(function, arguments, len(problems))]
     else:
         results = [attempt_reward(function, arguments, len(problems))]
-        if on_error == "none" and isinstance(results[0], Exception):
+        if isinstance(results[0], Exception):
             groups = group_slices(problems)
             results = [attempt_reward(*call(group)) for group in groups]
     values: list[float | None] = [math.nan] * len(problems)
