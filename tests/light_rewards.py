@@ -41,6 +41,10 @@ class Bad(Reward):
         sys.exit(0)
 
 
+def short(completion_tokens):
+    return [-length / 24 for length in completion_tokens]
+
+
 def lengths_by_processes(completions):
     """A pool, one that is late, and a process that is ended at once: all end by SIGTERM."""
     with FORKS.Pool(4) as pool:
