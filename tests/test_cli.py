@@ -208,16 +208,6 @@ def test_the_smallest_settings(here, args):
     assert all(math.isfinite(value) for value in line.values())
 
 
-def test_own_data_and_reward(here):
-    own_data(here / "my data", "train", "test", prompt="question text", answer="gold")
-    (line,) = fast(
-        "--data.name=file", "--data.path=my data", "--data.columns={prompt: question text, answer: gold}",
-        "--reward.functions=[MathReward, test_cli.length]", "--reward.weights=[1, 0.5]",
-    )  # fmt: skip
-    assert line["reward"] == pytest.approx(line["reward/MathReward"] + 0.5 * line["reward/length"])
-    assert read_jsonl(here / "out/samples.jsonl")[0]["prompt"].startswith("Tom has")
-
-
 def test_texts_in_a_file_and_an_own_reward_need_a_path_and_its_name(here, capsys):
     records = [{"messages": [{"role": "user", "content": f"Spell {word} backwards."}], "answer": word} for word in
                ("ab", "cde", "fg", "hij", "kl", "mno")]  # fmt: skip

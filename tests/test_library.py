@@ -143,14 +143,8 @@ def test_problems_replace_those_of_a_call_that_failed_but_nobody_elses(here):
     assert Path("other/data/train.jsonl").read_text() == "mine"
 
 
-def test_a_list_of_problems_and_a_file_of_them_are_divided_alike(here):
+def test_a_list_of_problems_is_divided_as_a_file_of_them(here):
     problems = [{"prompt": f"Tom has {n} pens and buys 5. How many now?", "answer": n + 5} for n in range(63)]
-    run = {"max_steps": 2, "validate_every": 0}
-    train(data=problems, rollout=SWITCHES, run=run | {"output_dir": "list"})
-    switches = [f"--rollout.{k}={v}" for k, v in SWITCHES.items()] + [f"--run.{k}={v}" for k, v in run.items()]
-    main([*switches, "--data.path=list/data", "--run.output_dir=file"])
-    summaries = [read_json(Path(output, "summary.json")) for output in ("list", "file")]
-    assert summaries[0]["before"] == summaries[1]["before"]
     Path("file.yaml").write_text("data: {holdout: 0.5}")
     divided = [
         config_from_python(data={"train": problems}, run={"output_dir": "new"}),

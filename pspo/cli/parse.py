@@ -26,10 +26,7 @@ METHODS = {file.stem: file for file in sorted((Path(__file__).parents[1] / "asse
 
 
 def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -> tuple[C, Settings]:
-    """Read switches and YAML files; returns the configuration, and its settings as YAML has them.
-
-    Exits with code 2 and one line on stderr if a field is unknown, ill-typed or out of range.
-    """
+    """The configuration of switches and YAML files, and as YAML has it; a user's error is one line and exit code 2."""
     with user_errors(prog, once=True):
         return make_config(config_class, prog, sys.argv[1:] if args is None else args, {})
 
@@ -137,7 +134,7 @@ def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], s
         elif owner in with_arguments:
             raise ValueError(f"--{owner} must stand before its arguments")
         elif name.endswith("+"):
-            values[owner] = [*as_list(kind, old, owner), *as_list(kind, word, owner)]
+            values[owner] = [*as_list(old), *as_list(from_word(kind, word, owner))]
         else:
             values[owner] = from_word(kind, word, owner)
 

@@ -21,10 +21,9 @@ from pspo.tasks.files import table_records
 def config_from_python(
     file: str | Path | None = None, check: Callable[[TrainConfig], None] = lambda config: None, **sections: Any
 ) -> tuple[TrainConfig, Settings]:
-    """The configuration of `pspo.train`'s arguments, and its settings, as `pspo.cli.parse.parse` returns them.
+    """`pspo.cli.parse.parse` for `pspo.train`'s arguments, which override the YAML file.
 
-    The arguments override the YAML file. Problems among them are written into the run's folder, once the configuration
-    has passed ``check``.
+    Problems among them are written into the run's folder, once the configuration has passed ``check``.
     """
     words = [] if file is None else ["--config", str(file)]
     settings = {name: section_settings(name, section) for name, section in sections.items()}

@@ -38,7 +38,7 @@ def read(kind: Any, given: Any, switch: str) -> Any:
     if origin in (Union, types.UnionType):
         return read_union(parts, given, switch)
     if origin in (list, tuple, Sequence):
-        return [read(parts[0] if parts else Any, item, switch) for item in as_list(kind, given, switch)]
+        return [read(parts[0] if parts else Any, item, switch) for item in as_list(given)]
     if kind in (str, Path):
         if not isinstance(given, str):
             raise ValueError(f"--{switch} must be a text, got {given!r}: write it in quotes")
@@ -82,10 +82,8 @@ def from_word(kind: Any, word: str, switch: str) -> Any:
     return str(word)
 
 
-def as_list(kind: Any, given: Any, switch: str) -> list[Any]:
+def as_list(given: Any) -> list[Any]:
     """The items of a list, of which one may stand alone."""
-    if isinstance(given, Word):
-        given = from_word(kind, given, switch)
     if isinstance(given, list | tuple):
         return list(given)
     return [] if given is None or given == "" else [given]

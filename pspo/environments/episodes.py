@@ -50,10 +50,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class EnvironmentSampler:
-    """Plays episodes of several turns in a text environment; another sampler draws the turns.
-
-    An episode that reaches ``max_completion_tokens``, observations included, or ``max_turns`` is truncated.
-    """
+    """Plays episodes, truncated at ``max_completion_tokens``, observations included, or at ``max_turns``."""
 
     turns: Sampler
     make_environment: MakeEnvironment

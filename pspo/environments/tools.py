@@ -5,9 +5,8 @@
     tagged     <tool_call><function=f><parameter=a>1</parameter> ...            Qwen3-Coder, GLM 4.5, Nemotron 3
     pythonic   [f(a=1, b='x'), g()]                                             Llama 4, LFM2, Gemma
 
-The form of a template is the one that reads a known call back; `check_calls` refuses templates whose calls are not read
-back as they were put in. A tokenizer's own response template goes before these. What the model writes is hostile:
-reading takes time linear in the text and raises nothing.
+The form of a template is the one that reads a known call back; `check_calls` refuses templates without one. A
+tokenizer's own response template goes before these. Reading takes time linear in the text and raises nothing.
 """
 
 import ast

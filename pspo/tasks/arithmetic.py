@@ -1,11 +1,10 @@
-"""Generate problems endlessly, from a seed: arithmetic word problems of one to three steps in GSM8K's form, and sums.
+"""Generate problems endlessly, from a seed: arithmetic word problems in GSM8K's form, sums, and tasks about letters.
 
-    Tom has 4 bags with 3 apples each. He buys 5 more. Then he sells 2. How many apples does Tom have now?
+    Tom has 4 bags with 3 apples each. He buys 5 more. How many apples does Tom have now?
 
     4 * 3 = 12
     12 + 5 = 17
-    17 - 2 = 15
-    #### 15
+    #### 17
 
 Operands are 2 to 20, results 1 to 20. There are 4.4 million such problems of one step, 705 million of two and 77.7
 billion of three. The hash of its text decides a problem's split: train, validation and test share none, for any seeds.
@@ -42,6 +41,17 @@ COMPARE = {  # the last event, if it is about somebody else: operation -> senten
 }
 WORDS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
+
+
+CONSONANTS = "bcdfghjklmnpqrstvwxyz"
+VOWELS = "aeiou"
+LENGTHS = range(3, 7)
+TASKS = {  # what is asked -> category
+    "Spell '{word}' backwards.": "reverse",
+    "Write '{word}' from right to left.": "reverse",
+    "Sort the letters of '{word}'.": "sort",
+    "Write the letters of '{word}' in alphabetical order.": "sort",
+}
 
 
 def generate(draw: Callable[[random.Random], tuple[str, Problem]], split: str, seed: int = 0) -> Iterator[Problem]:
@@ -117,3 +127,19 @@ def draw_sum(rng: random.Random) -> tuple[str, Problem]:
     prompt = f"What is {a} {op} {b}?"
     value = APPLY[op](a, b)
     return prompt, Problem(prompt, Fraction(value), source="sums", category=WORDS[op], solution=f"#### {value}")
+
+
+def draw_letters(rng: random.Random) -> tuple[str, Problem]:
+    """Draw a made-up word and its task: "Spell 'planet' backwards."."""
+    length = rng.choice(LENGTHS)
+    word = ""
+    while len(word) < length:
+        word += rng.choice(CONSONANTS) + rng.choice(VOWELS)
+        if rng.random() < 0.4:
+            word += rng.choice(CONSONANTS)
+    word = word[:length]
+    task, category = rng.choice(list(TASKS.items()))
+    answer = word[::-1] if category == "reverse" else "".join(sorted(word))
+    level = f"{length} letters"
+    prompt = task.format(word=word)
+    return word, Problem(prompt, answer, {}, "letters", category, level, solution=f"#### {answer}")

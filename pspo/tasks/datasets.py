@@ -1,9 +1,8 @@
 """Load problems: from the Hugging Face hub, from local files, or generated.
 
-The split of a local file or a hub set's split is the one word of `SPLIT_WORDS` in its name, for a file without one in
-the name of the nearest folder with one. Those without such a word are test if no other has one, and ignored otherwise:
-nothing is trained on by accident. If no split is named validation, part of train is held out: all but 7,000 of GSM8K,
-otherwise 5% and at most 500; prompts of the same words are on one side.
+The split of a file, or of a hub set's, is the one word of `SPLIT_WORDS` in its name, or in that of the nearest folder
+with one. Those without are test if no other has one, else ignored: nothing is trained on by accident. Without a split
+validation, part of train is held out: all but 7,000 of GSM8K, else 5%, at most 500; the same words are on one side.
 """
 
 import hashlib
@@ -115,11 +114,6 @@ def prompt_words(problem: Problem) -> str:
     return " ".join(re.findall(r"\w+", text.lower())) or text
 
 
-def is_held_out(problem: Problem, seed: int, share: float) -> bool:
-    digest = hashlib.sha256(f"{seed} {prompt_words(problem)}".encode()).digest()
-    return int.from_bytes(digest[:8]) < share * 2**64
-
-
 def validation_prompts(problems: list[Problem], train_size: int | None) -> set[str]:
     """Words of the last prompts, of which validation is made: whole groups of the same until there are enough."""
     missing = max(1, min(500, len(problems) // 20))
@@ -181,7 +175,9 @@ def read_split(
             except ValueError as error:
                 raise ValueError(f"{part.place} record {number}: {error}") from error
     if divided:
-        drafts = [draft for draft in drafts if is_held_out(draft, seed, holdout) == (split == "test")]
+        digests = [hashlib.sha256(f"{seed} {prompt_words(draft)}".encode()).digest() for draft in drafts]
+        is_test = [int.from_bytes(digest[:8]) < holdout * 2**64 for digest in digests]
+        drafts = [draft for draft, is_held_out in zip(drafts, is_test, strict=True) if is_held_out == (split == "test")]
     if published == "train":
         random.Random(seed).shuffle(drafts)
         if "validation" not in groups:

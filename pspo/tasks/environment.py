@@ -13,14 +13,11 @@ from pspo.tasks.problem import Messages, Problem
 
 
 class Environment(Protocol):
-    """One object for each row of a rollout; ``examples/calculator.py`` has one.
+    """One object for each row of a rollout; ``examples/calculator.py`` has one. It must not run what the model writes.
 
-    Model output is hostile: an environment must not run what the model writes. What it raises ends the training.
-
-    Attributes that it may have: ``tools``, functions or JSON schemas that the chat template shows to the model; then
-    ``step`` gets the calls, [(name, arguments), ...], as its second argument. ``role`` of the observations' turns:
-    "user", or "tool" for a tool's answers. ``max_turns`` of the model: 4. A method ``close`` is called once for each
-    object, after its rollout, also one that fails or is stopped.
+    It may have ``tools``, functions or JSON schemas that the chat template shows to the model: then ``step`` gets the
+    calls, [(name, arguments), ...], as its second argument; ``role`` of the observations' turns: "user", or "tool";
+    ``max_turns`` of the model: 4; and a method ``close``, called once after its rollout, also one that fails.
     """
 
     def reset(self, problem: Problem) -> str | Messages:

@@ -16,21 +16,13 @@ SYSTEM_PROMPT = (  # the paper's
 
 @dataclass(frozen=True)
 class Problem:
-    """A task for the model, and what its completions are scored against.
+    """A task for the model, and what its completions are scored against."""
 
-    Attributes:
-        prompt: text, the user turn of the chat; or a whole chat up to where the assistant begins.
-        answer: the gold answer, as --data.answer_kind says: an exact number, text, or None for a task without one.
-        fields: the other columns of the data, by name; rewards may ask for them.
-        source: data set: gsm8k, math, ...
-        category, level, solution: kind of problem, difficulty and worked solution in the source's own form, or "".
-    """
-
-    prompt: str | Messages
-    answer: Fraction | str | None = None
-    fields: dict[str, Any] = field(default_factory=dict, hash=False)
-    source: str = ""
-    category: str = ""
+    prompt: str | Messages  # the user turn of the chat; or a whole chat up to where the assistant begins
+    answer: Fraction | str | None = None  # the gold one, as --data.answer_kind says; None for a task without one
+    fields: dict[str, Any] = field(default_factory=dict, hash=False)  # other columns by name; rewards may ask for them
+    source: str = ""  # data set: gsm8k, math, ...
+    category: str = ""  # this and the next two in the source's own form
     level: str = ""
     solution: str = ""
 

@@ -1,9 +1,7 @@
 """Score completions by reward functions, which get the inputs that their parameters name.
 
-A reward of your own is a function or a subclass of `Reward`, named by its import path: --reward.functions
-'[my_rewards.brevity]'. Its parameters name what it gets of `all_inputs`; ``**kwargs`` takes all. It returns one finite
-number per completion, None for "not mine". ``async def`` functions are awaited. TRL's ``log_metric`` and ``log_extra``
-make columns of the batch. docs/guide/rewards.md has the rest.
+A reward of your own is a function or a subclass of `Reward`, named by its import path. Its parameters name what it gets
+of `all_inputs`. It returns one finite number per completion, None for "not mine". docs/guide/rewards.md has the rest.
 """
 
 import asyncio
@@ -67,18 +65,11 @@ def math_reward(
 
 @dataclass(frozen=True)
 class MathReward(Reward):
-    """`math_reward` against each problem's answer: 0, 0.05 or 1.
+    """`math_reward` against each problem's answer: 0, 0.05 or 1."""
 
-    Attributes:
-        tolerance: largest |prediction - gold| that is correct; taken as a decimal: 1e-6 is exactly that.
-        format_bonus: reward of a wrong answer in the right format, in [0, 1].
-        marker: which `####` counts if a completion has several, "last" or "first".
-    """
-
-    tolerance: float = 1e-6
-    format_bonus: float = 0.05
-    marker: Marker = "last"
-
+    tolerance: float = 1e-6  # taken as a decimal: exactly that
+    format_bonus: float = 0.05  # of a wrong answer in the right format, in [0, 1]
+    marker: Marker = "last"  # which `####` counts of several, "last" or "first"
     compares_answers = True
 
     def __post_init__(self) -> None:
@@ -90,9 +81,8 @@ class MathReward(Reward):
     def check_problems(self, problems: Sequence[Problem]) -> None:
         for problem in problems:
             if not isinstance(problem.answer, int | Fraction):
-                raise RewardError(
-                    f"MathReward needs numeric answers, not {problem.answer!r}; ExactMatch compares texts"
-                )
+                what = f"MathReward needs numeric answers, not {problem.answer!r}"
+                raise RewardError(f"{what}; ExactMatch compares texts")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
         tolerance = Fraction(str(self.tolerance))  # as written: Fraction(1e-6) is slightly below 1/10**6
@@ -145,10 +135,7 @@ def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> di
 
 
 def judges(functions: Sequence[Callable[..., Any]], answer: Any) -> bool:
-    """True if one of the rewards compares with the gold answer, as accuracy does.
-
-    A function of a user's that asks for ``answer`` does, if that is a number: texts may be alike in many ways.
-    """
+    """True if a reward compares with the gold answer; a user's function that asks for it does, if it is a number."""
     if any(isinstance(function, Reward) and function.compares_answers for function in functions):
         return answer is not None
     is_number = isinstance(answer, int | Fraction)

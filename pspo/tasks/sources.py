@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pspo.tasks.answers import MAX_DIGITS, parse_number
-from pspo.tasks.arithmetic import draw_story, draw_sum, generate
+from pspo.tasks.arithmetic import draw_letters, draw_story, draw_sum, generate
 from pspo.tasks.files import Record, column_text
-from pspo.tasks.letters import draw_letters
 from pspo.tasks.problem import AnswerKind, Problem
 
 

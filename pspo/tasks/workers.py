@@ -1,7 +1,7 @@
 """Worker processes with limits on time and memory.
 
-The pool is written by hand: neither `multiprocessing.Pool` nor `concurrent.futures` kills the one process whose call
-hangs, limits its memory, or starts processes without the trainer's memory and ``__main__`` ("spawn" imports it again).
+By hand: neither `multiprocessing.Pool` nor `concurrent.futures` kills the one process whose call hangs, limits its
+memory, or starts processes without the trainer's memory and ``__main__``.
 """
 
 import contextlib
