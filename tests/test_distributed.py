@@ -11,7 +11,7 @@ from processes import ranks
 
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, LoraConfig, ModelConfig, TrainConfig
-from pspo.losses import GMPO, GSPO, P3O, PSPO, TOPR, Clip, NoClip
+from pspo.losses import GMPO, P3O, PSPO, TOPR, Clip, NoClip
 from pspo.model import load_policy, load_tokenizer, stop_token_ids
 from pspo.rollout import Prompts, Rollout, Sampling, encode_prompts
 from pspo.rollout.sampler import How, PolicySampler
@@ -42,14 +42,11 @@ CASES = {
     "bf16": make_config(Clip(), "dapo", autocast="bf16", epochs=2),
     "untied": make_config(P3O(), "grpo", model="untied", epochs=2),
     "corrected": make_config(GMPO(), "grpo", epochs=2, correction="sequence_truncate", correction_cap=1.3),
-    "stale": make_config(GSPO(0.1, 0.2), "grpo", epochs=2, minibatches=2),
     "decoupled": make_config(NoClip(), "dapo", epochs=2, ratio_to="proximal", correction="sequence_truncate"),
     "own pieces": make_config(GMPO(), by_root, epochs=2, advantages=by_token, correction=row_mean_weights),
-    "entropy": make_config(Clip(), "grpo", epochs=2, entropy_coef=0.2),
     "replayed": make_config(Clip(), "dapo", epochs=2, minibatches=2, nucleus="replay", beta=0.1),
 }
-for name in ("stale", "decoupled"):
-    CASES[name] = replace(CASES[name], rollout=replace(CASES[name].rollout, lag=1))
+CASES["decoupled"] = replace(CASES["decoupled"], rollout=replace(CASES["decoupled"].rollout, lag=1))
 if importlib.util.find_spec("peft") is not None:
     adapted = make_config(PSPO(0.3), "dapo", epochs=2, beta=0.1)
     for name, dtype in (("LoRA", "float32"), ("LoRA, bf16", "bfloat16")):

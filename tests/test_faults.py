@@ -13,7 +13,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +29,6 @@ from pspo.model import ASSETS
 from pspo.run.command import prepare
 from pspo.run.folders import checkpoints
 from pspo.run.recorder import rollout_metrics
-from pspo.run.validator import Validator
 from pspo.tasks import Problem, Reward
 from pspo.tasks.workers import worker_pool
 from pspo.train import main
@@ -298,21 +296,6 @@ def test_empty_and_truncated_completions_are_counted():
     assert seen["trained_share"] == 0.25
     assert seen["reward"] == 0.5
     assert math.isnan(seen["reward/A"])
-
-
-def test_the_time_that_is_left_is_of_rollouts_alone(monkeypatch, capsys):
-    """The test before them takes 1,000 seconds, each rollout 10."""
-    clock = [0.0]
-
-    def seconds_pass(seconds, result):
-        clock[0] += seconds
-        return result
-
-    monkeypatch.setattr("pspo.cli.terminal.time", SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime))
-    monkeypatch.setattr(Validator, "test", lambda *_: seconds_pass(1000, {}))
-    monkeypatch.setattr(pspo.run.recorder, "rollout_metrics", lambda rows: seconds_pass(10, rollout_metrics(rows)))
-    assert train() == 0
-    assert "step 2/6  00:10 elapsed, 00:20 left" in capsys.readouterr().err
 
 
 # --- models that bring code ------------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ def test_the_trainer_imports_none_of_the_other_packages():
     for name in FILES.keys() - {"__main__.py"}:
         packages = {module.partition(".")[0] for module in imported(TREES[name])}
         assert not packages & {"pspo_lab", "pspo_vllm", "pspo_bridge"}, name
+        assert room_of(name) != "losses" or packages <= {"pspo", "torch", *sys.stdlib_module_names}, name
 
 
 def test_the_bridge_imports_the_losses_and_what_a_run_records_alone():

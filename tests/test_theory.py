@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from processes import TINY, one_layer
 from safetensors.torch import load_file
 
 from pspo.config import ModelConfig
@@ -44,17 +45,15 @@ def test_alpha_acts_through_adamws_eps():
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_pspo_is_noclip_bit_for_bit_where_the_factor_is_a_half(tmp_path, beta):
-    """With AdamW's epsilon and the KL penalty halved too, and no norm clipped; the embedded model, by the command."""
+    """With AdamW's epsilon and the KL penalty halved too, and no norm clipped; by the command."""
     for method, factor in ((["NoClip"], 1.0), (["PSPO", "--algorithm.surrogate.alpha", "0.5"], 0.5)):
         output = tmp_path / method[0]
         main([
-            *("--algorithm.surrogate", *method, "--algorithm.beta", f"{beta * factor}"),
-            *("--algorithm.epochs", "2", "--algorithm.minibatches", "2", "--rollout.prompts", "4"),
-            *("--optimizer.lr", "1e-3", "--optimizer.options", f"{{eps: {1e-4 * factor}}}"),
-            *("--optimizer.max_grad_norm", "0", "--run.max_steps", "4", "--run.test_limit", "0"),
-            *("--run.validate_every", "0", "--run.output_dir", str(output), "--run.quiet", "true"),
+            *TINY, "--algorithm.surrogate", *method, f"--algorithm.beta={beta * factor}", "--algorithm.minibatches=2",
+            f"--optimizer.options={{eps: {1e-4 * factor}}}", "--optimizer.max_grad_norm=0", "--run.max_steps=4",
+            "--reward.functions=[{class_path: SoftOverlong, init_args: {buffer: 8}}]", f"--run.output_dir={output}",
         ])  # fmt: skip
     pspo, noclip = (load_file(tmp_path / name / "final/model.safetensors") for name in ("PSPO", "NoClip"))
-    untrained = load_policy(ModelConfig("tiny-base")).state_dict()
+    untrained = load_policy(ModelConfig(one_layer())).state_dict()
     assert all(torch.equal(pspo[name], noclip[name]) for name in noclip)
     assert max((noclip[name] - untrained[name]).abs().max() for name in noclip) > 1e-3

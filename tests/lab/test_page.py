@@ -37,7 +37,7 @@ const wait = setInterval(() => {
 def test_nothing_hostile_runs(tmp_path):
     """A run with a metric that varies by rounding, and a group of hostile texts, which is seen in its tab alone."""
     run = tmp_path / "run"
-    train_run(run, 0)
+    train_run(run)
     lines = read_jsonl(run / "metrics.jsonl")
     flat = [line | {"flat": 1 + i % 2 * 2**-23} for i, line in enumerate(lines)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in flat))

@@ -28,26 +28,43 @@ HOSTILE = [
 ]
 
 
-def train_run(folder: Path, seed: int) -> None:
+def train_run(folder: Path) -> None:
     train([
         "--run.max_steps=8", "--rollout.prompts=4", "--rollout.max_completion_tokens=32", "--run.test_limit=24",
         "--run.validate_every=4", "--run.validation_limit=4", "--data.limit=64", "--algorithm.surrogate=Clip",
-        "--optimizer.lr=3e-4", "--run.record_tokens=4", "--run.quiet", f"--run.seed={seed}",
-        f"--run.output_dir={folder}",
+        "--optimizer.lr=3e-4", "--run.record_tokens=4", "--run.quiet", f"--run.output_dir={folder}",
     ])  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
+    """A run, and a copy of it with another seed and half of its rewards."""
     folder = tmp_path_factory.mktemp("view")
-    for seed in (0, 1):
-        train_run(folder / f"seed-{seed}", seed)
+    train_run(folder / "seed-0")
+    copy = Path(shutil.copytree(folder / "seed-0", folder / "seed-1"))
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    (copy / "config.yaml").write_text(yaml.safe_dump(config | {"run": config["run"] | {"seed": 1}}, sort_keys=False))
+    halved = re.sub(
+        r'"reward": ([\d.]+)', lambda match: f'"reward": {float(match[1]) / 2}', (copy / "metrics.jsonl").read_text()
+    )
+    (copy / "metrics.jsonl").write_text(halved)
     return folder
 
 
 def data_of(page: str) -> dict:
     (packed,) = re.findall(r'id="data">([\w+/=]+)</script>', page)
     return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+@pytest.fixture(scope="module")
+def both(runs) -> dict:
+    """The data of a page of the two runs."""
+    return data_of(make_page([runs]))
+
+
+@pytest.fixture(scope="module")
+def first(runs) -> dict:
+    return data_of(make_page([runs / "seed-0"]))
 
 
 def numbers(text: str) -> np.ndarray:
@@ -58,12 +75,10 @@ def recorded(data: dict) -> list[tuple[dict, dict]]:
     return [(group, one) for group in data["groups"] for one in group["completions"] if one["recorded"]]
 
 
-def test_tokens_are_those_of_the_parquet_and_weights_those_of_the_trainer(runs):
-    run = runs / "seed-0"
-    table = pd.read_parquet(run / "tokens.parquet")
-    data = data_of(make_page([run]))
+def test_tokens_are_those_of_the_parquet_and_weights_those_of_the_trainer(runs, first):
+    table = pd.read_parquet(runs / "seed-0/tokens.parquet")
     seen = 0
-    for group, one in recorded(data):
+    for group, one in recorded(first):
         for visit in one["recorded"]["visits"]:
             own = table[(table.step == visit["step"]) & (table.problem == group["problem"])]
             own = own[own["sample"] == group["completions"].index(one)].sort_values("position")
@@ -78,9 +93,8 @@ def test_tokens_are_those_of_the_parquet_and_weights_those_of_the_trainer(runs):
     assert seen == len(table) > 0
 
 
-def test_curves_are_means_over_seeds(runs):
-    data = data_of(make_page([runs]))
-    (curve,) = data["curves"]
+def test_curves_are_means_over_seeds(runs, both):
+    (curve,) = both["curves"]
     assert curve["seeds"] == 2
     assert curve["low"] == {}  # two seeds have no interval
     lines = [pd.DataFrame(read_jsonl(runs / f"seed-{seed}" / "metrics.jsonl")).set_index("step") for seed in (0, 1)]
@@ -134,8 +148,8 @@ def test_of_a_problem_that_comes_twice_in_a_rollout_each_copy_has_its_own_tokens
         assert reason in capsys.readouterr().err
 
 
-def test_the_tests_of_a_run_are_sorted_by_reward(runs):
-    (tests,) = data_of(make_page([runs / "seed-0"]))["tests"]
+def test_the_tests_of_a_run_are_sorted_by_reward(runs, first):
+    (tests,) = first["tests"]
     old, new = ([record["reward"] for record in read_jsonl(runs / f"seed-0/test-{when}.jsonl")]
                 for when in ("before", "after"))  # fmt: skip
     moved = np.subtract(new, old)
@@ -143,10 +157,9 @@ def test_the_tests_of_a_run_are_sorted_by_reward(runs):
     assert shown == sorted(moved[moved != 0]) != []
 
 
-def test_each_run_has_a_name_a_row_and_its_reward_first(runs):
-    data = data_of(make_page([runs]))
-    assert [run["name"] for run in data["runs"]] == ["Clip, seed 0", "Clip, seed 1"]
-    for seed, run in enumerate(data["runs"]):
+def test_each_run_has_a_name_a_row_and_its_reward_first(runs, both):
+    assert [run["name"] for run in both["runs"]] == ["Clip, seed 0", "Clip, seed 1"]
+    for seed, run in enumerate(both["runs"]):
         test = read_json(runs / f"seed-{seed}/summary.json")["after"]
         assert re.search(f"reward .* before, {test['mean_reward']:.3f} after · accuracy", run["about"])
         row = run["row"]
@@ -168,21 +181,17 @@ def test_what_a_model_wrote_is_data(runs, tmp_path):
     assert texts[:4] == HOSTILE[:4]
 
 
-def test_a_run_with_a_damaged_file_is_left_out_of_the_page(runs, tmp_path, capsys):
+def test_a_damaged_run_and_damaged_files_of_tokens_are_named_and_left_out(runs, tmp_path, capsys):
     shutil.copytree(runs, tmp_path / "runs")
-    (tmp_path / "runs/seed-0/tokens.parquet/step-last.parquet").touch()
-    (tmp_path / "runs/seed-1/test-after.jsonl").write_text("{}\n")
-    assert [run["name"] for run in data_of(make_page([tmp_path / "runs"]))["runs"]] == ["Clip, seed 0"]
-    assert "seed-1: damaged (KeyError: 'reward')" in capsys.readouterr().err
-
-
-def test_damaged_files_of_tokens_are_named_and_left_out(runs, tmp_path, capsys):
-    run = Path(shutil.copytree(runs / "seed-0", tmp_path / "run"))
-    damaged, mistyped, *others = sorted((run / "tokens.parquet").iterdir())
+    damaged, mistyped, *others = sorted((tmp_path / "runs/seed-0/tokens.parquet").iterdir())
     damaged.write_bytes(b"garbage")
     pd.read_parquet(mistyped).assign(position="first").to_parquet(mistyped)
-    assert len(recorded(data_of(make_page([run])))) > 0 < len(others)
+    (tmp_path / "runs/seed-1/test-after.jsonl").write_text("{}\n")
+    data = data_of(make_page([tmp_path / "runs"]))
+    assert [run["name"] for run in data["runs"]] == ["Clip, seed 0"]
+    assert len(recorded(data)) > 0 < len(others)
     printed = capsys.readouterr().err
+    assert "seed-1: damaged (KeyError: 'reward')" in printed
     assert all(f"{file} is not what a run records" in printed for file in (damaged, mistyped))
 
 
