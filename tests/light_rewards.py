@@ -18,27 +18,18 @@ FORKS = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Bad(Reward):
-    """Draws from all generators; as long as the file "broken" is there, it fails at a step."""
+    """Draws from all generators; as long as the file "broken" is there, it fails at step 4."""
 
-    how: str = "raises"
-    at: int = 4
     rows: int = 8  # of a training rollout; 4 in a validation
 
     def __call__(self, completions, step):
-        noise = 0.0
-        if self.how != "hangs":  # which is in a process of its own, whose generators no checkpoint holds
-            import numpy as np
-            import torch
+        import numpy as np
+        import torch
 
-            noise = random.random() + np.random.random() + torch.rand(()).item()  # noqa: NPY002
-        values = [len(text) + row % 3 + noise for row, text in enumerate(completions)]  # never all the same
-        if step != self.at or len(completions) != self.rows or not Path("broken").exists():
-            return values
-        if self.how == "raises":
+        noise = random.random() + np.random.random() + torch.rand(()).item()  # noqa: NPY002
+        if step == 4 and len(completions) == self.rows and Path("broken").exists():
             raise KeyError("no such key")
-        if self.how == "hangs":
-            time.sleep(60)
-        sys.exit(0)
+        return [len(text) + row % 3 + noise for row, text in enumerate(completions)]  # never all the same
 
 
 def short(completion_tokens):

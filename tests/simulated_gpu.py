@@ -12,7 +12,6 @@
 Not simulated: time, memory, streams that race, asynchronous errors, NCCL, dtypes that only a GPU refuses.
 """
 
-import argparse
 import ctypes
 import functools
 import importlib.metadata
@@ -455,18 +454,14 @@ def install() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", dest="is_module", action="store_true", help="the program is a module")
-    parser.add_argument("program")
-    parser.add_argument("args", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
     install()
-    sys.argv = [given.program, *given.args]
-    if given.is_module:
+    is_module = sys.argv[1] == "-m"
+    sys.argv = sys.argv[2 if is_module else 1 :]
+    if is_module:
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(given.program, run_name="__main__", alter_sys=True)
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(given.program, run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -54,21 +54,6 @@ class Length(Reward):
         return [len(text) + row % 3 for row, text in enumerate(completions)]  # never all the same
 
 
-class RunsOut:
-    """An environment of one turn, whose 20th fails as long as the file "broken" is there: in the third rollout."""
-
-    turns = 0
-
-    def reset(self, problem):
-        return problem.prompt
-
-    def step(self, text):
-        RunsOut.turns += Path("broken").exists()
-        if RunsOut.turns == 20 and Path("broken").exists():
-            sys.exit("out of eggs")
-        return "", 0.1 * (len(text) % 3), True
-
-
 class FailsAlone(Reward):
     """Fails where a single group is drawn, in place of one without signal; the first group of a rollout has none."""
 
@@ -168,20 +153,12 @@ def test_a_reward_that_fails_for_all_of_a_resampled_group_does_not_end_the_run(c
 
 BAD = {  # switches, and what is shown
     "raises": ((), "KeyError: 'no such key'"),
-    "hangs": (  # with the completions of one prompt
-        ("--reward.functions.how=hangs", "--reward.timeout=1.5", "--rollout.prompts=1", "--rollout.group_size=2",
-         "--reward.functions.rows=2"), "reward Bad took longer than 1.5 seconds"
-    ),
     "in a validation": (
         ("--reward.functions.rows=4", "--run.validate_every=2", "--run.validation_limit=4"), "KeyError: 'no such key'"
     ),
     "every completion": (
         ("--reward.on_error=none", "--rollout.prompts=1", "--reward.functions.rows=4"),
         "every completion of this rollout is without a reward: {'Bad': \"KeyError"
-    ),
-    "an environment": (
-        ("--reward.functions=[test_faults.Length]", "--rollout.environment=test_faults.RunsOut"),
-        'sys.exit("out of eggs")',
     ),
     "drawn ahead": (("--rollout.engine=engines.Copy", "--rollout.lag=1"), "KeyError: 'no such key'"),
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -94,11 +93,9 @@ STALE = ("--rollout.lag=1", "--rollout.resample=2")
 ADAPTERS = ("--model.lora.rank=4", "--algorithm.beta=0.1")
 ENDS = [  # of one rank, with the run's further switches, and what it is about to do; all but the first nightly
     ("fsdp2", signal.SIGTERM, (), "next"),
-    ("ddp", signal.SIGTERM, (), "update"),
     ("ddp", signal.SIGKILL, (), "update"),
-    ("fsdp2", signal.SIGKILL, (), "update"),
-    *((strategy, signal.SIGTERM, STALE, "update") for strategy in STRATEGIES),
-    *((strategy, signal.SIGKILL, ADAPTERS, "update") for strategy in STRATEGIES),
+    ("ddp", signal.SIGTERM, STALE, "update"),
+    ("fsdp2", signal.SIGKILL, ADAPTERS, "update"),
 ]
 
 
@@ -216,17 +213,5 @@ def test_a_rank_killed_in_the_middle_of_a_save_ends_the_run_which_resumes_exactl
 
     codes = train(tmp_path / "run", "fsdp2", fault=fault)
     assert codes[rank] == -signal.SIGKILL
-    assert train(tmp_path / "run", "fsdp2") == [0, 0]
-    assert_same(whole["fsdp2"], tmp_path / "run")
-
-
-@pytest.mark.nightly
-def test_a_full_disk_ends_every_rank_and_the_run_resumes_when_there_is_room(whole, tmp_path, capfd):
-    """Room for what rank 0 writes before, not for a rank's shards: files may have 1.5 MB."""
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    full = train(tmp_path / "run", "fsdp2", fault=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, hard)))
-    assert full == [1, 1]
-    assert capfd.readouterr().err.count(f"cannot write {tmp_path / 'run/checkpoints/step-000002'}") == 1
-    assert checkpoints(tmp_path / "run") == []
     assert train(tmp_path / "run", "fsdp2") == [0, 0]
     assert_same(whole["fsdp2"], tmp_path / "run")

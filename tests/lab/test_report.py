@@ -349,26 +349,26 @@ def test_whatever_cannot_be_read_is_named_and_the_rest_reported(make_run, make_e
 
 # Text of others
 
-OTHERS_TEXT = [  # the specials of HTML, Markdown, links, TeX and mathtext, terminals, paths, and of our own texts
+OTHERS_TEXT = (  # the specials of HTML, Markdown, links, TeX and mathtext, terminals, paths, and of our own texts
     "# head\n> [here](javascript:alert(1)) ![](http://example.com/x.svg) [x][a] <http://example.com>\n"
-    "<script>alert(1)</script><img src=x onerror=alert(1)> &lt;b&gt; &amp; \"'",
+    "<script>alert(1)</script><img src=x onerror=alert(1)> &lt;b&gt; &amp; \"'\n"
     "\x1b[2J\x1b]0;title\x07\x9b31m red\x00\x08\r\x85\u2028\u202eleft\u2066\n"
-    "\\input{/etc/passwd} $\\frac$ $x$ 50% & # _ { } ~ ^^M\n\\write18{ls}",
-]  # fmt: skip
+    "\\input{/etc/passwd} $\\frac$ $x$ 50% & # _ { } ~ ^^M\n\\write18{ls}"
+)  # fmt: skip
 SVG = {"svg", "metadata", "RDF", "Work", "type", "format", "creator", "Agent", "title", "defs", "style", "g", "path",
        "use", "text", "tspan", "clipPath", "rect"}  # fmt: skip
 
 
-@pytest.mark.parametrize("text", OTHERS_TEXT)
-def test_what_others_wrote_is_shown_and_does_nothing(make_run, make_evaluation, tmp_path, capsys, text):
+def test_what_others_wrote_is_shown_and_does_nothing(make_run, make_evaluation, tmp_path, capsys):
     """Runs and evaluations that have a text in every place."""
+    text = OTHERS_TEXT
     shared = {"model.name_or_path": text, "data.name": text, "optimizer.max_grad_norm": text}
     for seed in range(3):
         make_run(f"base-{seed}", "NoClip", seed, own={}, **shared)
         make_run(f"mine-{seed}", text, seed, module="mine", own={text: seed + 0.5, "text": text}, **shared)
     make_run("named", "Clip", after=None, metrics={text: [0.0, 1.0]}, **shared | {"data.path": text})
     folder = make_run("alpha", "PSPO", alpha=text, **shared | {"rollout." + text: [text]})
-    make_run(re.sub("[/\0]", "", text), "Clip", text, **shared)
+    make_run(re.sub("[/\0]", "", text)[-100:], "Clip", text, **shared)
     make_evaluation(folder / "evaluation", text, 0.5, data=text)
     make_evaluation(tmp_path / "runs/other", f"{text}!", 0.5, data=text)
     before = {*tmp_path.rglob("*")}
