@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import pspo
 from examples.trl_environment import TRLEnvironment
-from pspo.cli.files import read_jsonl
 from pspo.tasks import Problem
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -63,7 +61,7 @@ def test_reasoning_gym_trains(tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_taskset_of_verifiers_trains(tmp_path):
+def test_a_taskset_of_verifiers_has_problems_and_rewards():
     vf = pytest.importorskip("verifiers.v1")
     from examples.from_verifiers import Tasks
 
@@ -76,17 +74,5 @@ def test_a_taskset_of_verifiers_trains(tmp_path):
             return float(trace.last_reply == f"#### {task.a + 1}")
 
     tasks = Tasks(SumTask(Sum(prompt=f"What is {a} + 1?", a=a)) for a in range(60))
-    scores = []
-
-    def score(completions, task, **kwargs):
-        scores.append(tasks.rewards(completions, task))
-        return scores[-1]
-
+    assert tasks.problems[3]["prompt"] == "What is 3 + 1?"
     assert tasks.rewards(["#### 4", "#### 4"], [3, 2]) == [0.5, 0.0]
-    __main__ = sys.modules["__main__"]
-    score.__module__, score.__qualname__ = __main__.__name__, "score"
-    __main__.score = score
-    data = {"train": tasks.problems, "answer_kind": "none"}
-    run = {"max_steps": 2, "output_dir": str(tmp_path / "run"), "test_limit": 0, "validate_every": 0}
-    pspo.train(data=data, reward=score, run=run, rollout={"max_completion_tokens": 8})
-    assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]["reward"] == pytest.approx(sum(scores[0]) / len(scores[0]))

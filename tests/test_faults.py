@@ -2,14 +2,8 @@
 
 import json
 import math
-import multiprocessing
-import os
 import pickle
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import TINY, Payload, assert_same, run_command, until
+from processes import TINY, Payload, assert_same, run_command
 from safetensors.torch import load_file
 
 import pspo.run.recorder
@@ -33,7 +27,6 @@ from pspo.tasks import Problem, Reward
 from pspo.tasks.workers import worker_pool
 from pspo.train import main
 
-FORKS = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.usefixtures("here")
 
 
@@ -194,44 +187,6 @@ def test_a_reward_that_fails_saves_the_run_which_then_ends_as_if_nothing_had_hap
 def test_processes_of_a_users_code_are_ordinary_ones(args):
     worker_pool.cache_clear()
     assert train("--reward.functions=[light_rewards.lengths_by_processes]", "--run.max_steps=2", *args) == 0
-
-
-def waits_in_a_pool(completions):
-    sleeper = FORKS.Process(target=time.sleep, args=(600,), daemon=True)
-    sleeper.start()
-    with FORKS.Pool(2) as pool:
-        for child in multiprocessing.active_children():
-            Path(f"child-{child.pid}").touch()
-        lengths = pool.map(slow_length, completions)
-    sleeper.terminate()
-    return lengths
-
-
-def slow_length(completion):
-    time.sleep(0.15)
-    return len(completion)
-
-
-@pytest.mark.slow
-def test_a_signal_while_a_reward_of_the_command_uses_a_pool():
-    command = [sys.executable, "-m", "pspo.train", *TINY, "--run.output_dir=out", "--run.quiet=true"]
-    command += ["--reward.functions=[test_faults.waits_in_a_pool]"]
-    path = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parent}"
-    environment = os.environ | {"PYTHONPATH": path}
-    with subprocess.Popen(command, env=environment) as running:
-        until(lambda: len(list(Path().glob("child-*"))) >= 6)  # of the second rollout
-        time.sleep(0.2)
-        running.send_signal(signal.SIGTERM)
-        assert running.wait(timeout=60) == 75
-    until(lambda: not any(is_alive(int(path.name[6:])) for path in Path().glob("child-*")))
-    assert checkpoints(Path("out"))
-    assert train("--reward.functions=[test_faults.waits_in_a_pool]") == 0
-    assert [line["step"] for line in metrics()] == [2, 4, 6]
-
-
-def is_alive(process: int) -> bool:
-    stat = Path(f"/proc/{process}/stat")
-    return stat.exists() and stat.read_text().split()[2] != "Z"
 
 
 def test_a_run_in_a_thread():

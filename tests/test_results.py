@@ -108,12 +108,8 @@ def with_arms(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(arm=arm.mask(rows["experiment"] == "smollm2-clip", "Clip, 1e-4"))
 
 
-@pytest.fixture(scope="module")
-def answers() -> pd.DataFrame:
-    return with_arms(pd.read_parquet(RESULTS / "smollm2/asdiv.parquet"))
-
-
-def test_a_pretrained_model(answers):
+def test_a_pretrained_model():
+    answers = with_arms(pd.read_parquet(RESULTS / "smollm2/asdiv.parquet"))
     table = read_table("smollm2", "arm")
     right = answers.pivot_table(index="seed", columns="arm", values="reward") * 100
     untrained = answers[answers["arm"].isna()].set_index("problem")["reward"]
@@ -136,18 +132,3 @@ def test_a_pretrained_model(answers):
     stars = starred([*(right[arm] - 100 * untrained.mean() for arm in planned),
                      *(differences[arm] for arm in planned[1:]), right["PSPO, 1 epoch"] - right["PSPO"]])  # fmt: skip
     assert stars == [cell.endswith("*") for cell in table["gained"][planned]] + [False] * 7
-
-
-def test_how_a_pretrained_model_answers(answers):
-    operator = answers["completion"].str.extract(r"\d *([-+*/])", expand=False)
-    is_addition = answers["category"].isin(["Addition", "Sum"])
-    answers = answers.assign(chosen=operator == np.where(is_addition, "+", "-"), is_addition=is_addition)
-    untrained = answers[answers["arm"].isna()].set_index("problem")
-    trained = answers[answers["experiment"] == "smollm2"].groupby("problem")[["reward", "chosen"]].mean()
-    is_long = untrained["completion"].str.count(r"\d+(\.\d+)?") > 2
-    is_addition = untrained["is_addition"]
-    kinds = [("reward", ~is_long), ("reward", is_long), ("chosen", is_addition), ("chosen", ~is_addition)]
-    for (row, cells), (measure, chosen) in zip(read_table("smollm2", "share").iterrows(), kinds, strict=True):
-        assert_shows(row, chosen.sum())
-        assert_shows(cells["untrained"], 100 * untrained.loc[chosen, measure].mean())
-        assert_shows(cells["trained"], 100 * trained.loc[chosen, measure].mean())
