@@ -17,7 +17,7 @@ import pspo.run.folders
 import pspo.run.recorder
 from pspo.cli.files import read_jsonl
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import checkpoints, describe_file, write_errors
+from pspo.run.folders import checkpoints, describe_file
 from pspo.run.resume import find_checkpoint
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -108,12 +108,6 @@ def test_a_save_that_finds_the_disk_full_leaves_the_old_checkpoint(whole, capfd)
     assert [path.name for path in Path("out/checkpoints").iterdir()] == ["step-000002"]
     assert train("out") == 0
     assert_same(whole, Path("out"))
-
-
-def test_another_error_while_a_folder_is_written_is_no_full_disk():
-    with pytest.raises(RuntimeError, match="CUDA error") as raised, write_errors(Path("out")):
-        raise RuntimeError("CUDA error")
-    assert raised.type is RuntimeError
 
 
 def test_a_disk_too_full_for_the_records_ends_the_run(capfd):

@@ -30,7 +30,7 @@ MODELS = ("whole", "sharded")
 
 
 def make_config(surrogate, aggregation, model="tied", autocast="none", checkpointed=False, **algorithm):
-    optimizer = {"name": "sgd", "lr": 0.1, "max_grad_norm": 0.5}
+    optimizer = {"name": "sgd", "lr": 0.1, "max_grad_norm": 0.5, "microbatch_tokens": 150}
     config = naive.make_config(surrogate, aggregation=aggregation, optimizer=optimizer, **algorithm)
     return replace(config, model=ModelConfig(model, autocast=autocast, gradient_checkpointing=checkpointed))
 

@@ -47,15 +47,6 @@ class Length(Reward):
         return [len(text) + row % 3 for row, text in enumerate(completions)]  # never all the same
 
 
-class FailsAlone(Reward):
-    """Fails where a single group is drawn, in place of one without signal; the first group of a rollout has none."""
-
-    def __call__(self, completions):
-        if len(completions) < 8:
-            raise KeyError("no such key")
-        return [0.0] * 4 + [float(row) for row in range(4)]
-
-
 @dataclass(frozen=True)
 class Mean(NoClip):
     returns: str = "mean"
@@ -135,13 +126,6 @@ def test_weights_that_are_not_finite_are_not_saved():
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_reward_that_fails_for_all_of_a_resampled_group_does_not_end_the_run(capsys):
-    args = ("--reward.functions=[test_faults.FailsAlone]", "--reward.on_error=none", "--rollout.resample=1")
-    assert train(*args) == 0
-    assert "reward FailsAlone failed (shown once)" in capsys.readouterr().err
-    assert [line["reward"] for line in metrics()] == [0.75] * 3
 
 
 BAD = {  # switches, and what is shown

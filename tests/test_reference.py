@@ -59,7 +59,7 @@ def test_the_policy_becomes_the_reference(every, adapters):
 
 def test_distillation_without_a_reward(capfd):
     """The teacher's KL falls; the estimator whose gradient is another divergence's is warned of."""
-    args = ("--algorithm.reference=tiny-math", "--algorithm.beta=1", "--reward.functions=[]", "--rollout.prompts=16")
+    args = ("--algorithm.reference=tiny-math", "--algorithm.beta=1", "--reward.functions=[]", "--rollout.prompts=8")
     validated = ("--run.validate_every=6", "--run.validation_limit=2")
     values = kl_by_rollout(*args, "--algorithm.kl_estimator=k2", "--run.max_steps=12", *validated)
     assert sum(values[-3:]) < 0.8 * sum(values[:3])
@@ -74,6 +74,6 @@ def test_another_vocabulary_is_refused(tmp_path, model_folder, capfd):
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny-base")
     tokenizer.add_tokens(["<other>"])
     tokenizer.save_pretrained(folder)
-    for name, message in ((folder, "has another vocabulary"), ("no-such", "--algorithm.reference no-such: ")):
+    for name, message in ((folder, "has another vocabulary"), ("./no-such", "--algorithm.reference ./no-such: ")):
         assert run_command(main, *TINY, f"--algorithm.reference={name}", "--run.output_dir=out") == 2
         assert message in capfd.readouterr().err
