@@ -189,11 +189,7 @@ def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(wh
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("switches", "stride"),  # and at every how many of its file events a run is killed
-    [
-        ((), 1),
-        (("--rollout.lag=1", "--rollout.resample=1"), 3),
-        (("--model.lora.rank=2", "--model.dtype=bfloat16"), 3),
-    ],
+    [((), 1), (("--rollout.lag=1", "--rollout.resample=1"), 3), (("--model.lora.rank=2", "--model.dtype=bfloat16"), 3)],
     ids=["plain", "stale", "lora"],
 )
 def test_killed_at_any_file_event_of_a_run_the_same_command_ends_it_and_nothing_is_left(switches, stride):

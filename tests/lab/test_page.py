@@ -10,10 +10,7 @@ from test_view import HOSTILE, train_run
 from pspo.cli.files import read_jsonl
 from pspo_lab.view_command import make_page
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium"),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")]
 CLICKS = """<script>
 const errors = [], texts = [];
 addEventListener("error", (event) => errors.push(event.message));
