@@ -1,11 +1,9 @@
-"""Answers: hand-written tables, comparison with huge exponents, and hostile texts."""
+"""Answers: hand-written tables, and hostile texts."""
 
 import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from pspo.tasks.answers import contains_answer, extract_answer, find_numbers, is_correct, matches_format, parse_number
 
@@ -171,17 +169,6 @@ def test_first_marker():
 )  # fmt: skip
 def test_contains_answer(completion, gold, found):
     assert contains_answer(completion, gold) is found
-
-
-@settings(deadline=None)
-@given(st.integers(-12000, 12000), st.integers(-(10**6), 10**6), st.fractions(), st.integers(-3, 3))
-@example(-7, 10, Fraction(1, 10**6), 0)
-@example(-30, 1, Fraction(1, 10**6), 0)
-def test_comparison_with_huge_exponents_is_exact(exponent, mantissa, gold, offset):
-    for number in find_numbers(f"{mantissa}e{exponent}"):
-        for near in (gold, Fraction(number) + Fraction(offset, 2 * 10**6)):
-            expected = abs(Fraction(number) - near) <= Fraction(1, 10**6)
-            assert contains_answer(f"{mantissa}e{exponent}", near) == expected
 
 
 LONG = 100_000
