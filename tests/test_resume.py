@@ -216,7 +216,7 @@ def test_killed_at_any_file_event_of_a_run_the_same_command_ends_it_and_nothing_
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 TOLD = [  # before what, and the exit code
-    pytest.param(pspo.train, "update", 1, [signal.SIGTERM], 75, id="training"),
+    pytest.param(pspo.train, "update", 1, [signal.SIGTERM], 75, id="training", marks=pytest.mark.nightly),
     pytest.param(Checkpointer, "save_snapshot", 1, [signal.SIGINT], 75, id="save", marks=pytest.mark.nightly),
     pytest.param(pspo.train, "update", 2, [signal.SIGINT, signal.SIGINT], 130, id="twice"),
 ]

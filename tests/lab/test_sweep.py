@@ -266,7 +266,7 @@ def test_a_dry_run_says_what_its_seeds_detect_and_how_long_it_takes(tmp_path, ca
 
 @pytest.mark.parametrize(("name", "only", "runs"), [
     ("first", "", 12), ("paper", "alpha", 12), ("control", "tokens", 30), ("one-day", "", 15),
-    ("decoupled-smollm2", "", 10), ("smollm2", "", 82),
+    ("decoupled-smollm2", "", 10), pytest.param("smollm2", "", 82, marks=pytest.mark.nightly),
     pytest.param("decoupled", "", 160, marks=pytest.mark.nightly),
     pytest.param("off-policy", "", 2340, marks=pytest.mark.nightly),
     pytest.param("paper", "", 644, marks=pytest.mark.nightly),
