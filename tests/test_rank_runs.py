@@ -158,7 +158,8 @@ def fails_on_rank_1(completions, step):
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def test_a_reward_that_raises_on_one_rank_ends_all_saved(tmp_path, capfd, monkeypatch, strategy):
     monkeypatch.setenv("BROKEN", str(tmp_path / "broken"))
-    args = ("--reward.functions=[test_rank_runs.fails_on_rank_1]", "--run.save_every=0")
+    args = ("--reward.functions=[test_rank_runs.fails_on_rank_1]", "--run.save_every=0", "--run.validate_every=0",
+            "--run.test_limit=0")  # fmt: skip
     assert train(tmp_path / "whole", strategy, *args) == [0, 0]
     (tmp_path / "broken").touch()
     assert train(tmp_path / "run", strategy, *args) == [1, 1]
