@@ -112,7 +112,7 @@ def check_completions(metrics: Metrics, config: dict[str, Any]) -> Iterator[Find
     if last > 1.5 * first and last_reward < first_reward + 0.02:
         text = f"completions grew from {first:.0f} to {last:.0f} tokens"
         text += f", and the reward went from {first_reward:.2f} to {last_reward:.2f}"
-        yield Finding(2, text, "a reward for length, or --algorithm.aggregation dr_grpo")
+        yield Finding(2, text, "a reward for length (SoftOverlong), or --algorithm.aggregation dr_grpo")
 
 
 def check_movement(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:

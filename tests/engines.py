@@ -47,7 +47,7 @@ class Copy:
 
 
 RUN = (
-    *TINY, "--reward.functions=light_rewards.short", "--rollout.engine=engines.Copy",
+    *TINY, "--reward.functions=[SoftOverlong]", "--reward.functions.buffer=24", "--rollout.engine=engines.Copy",
     "--rollout.prompts=4", "--rollout.max_completion_tokens=24", "--data.limit=100", "--run.save_every=2",
     "--run.validate_every=4", "--run.validation_limit=4", "--run.quiet",
 )  # fmt: skip

@@ -32,10 +32,6 @@ class Bad(Reward):
         return [len(text) + row % 3 + noise for row, text in enumerate(completions)]  # never all the same
 
 
-def short(completion_tokens):
-    return [-length / 24 for length in completion_tokens]
-
-
 def lengths_by_processes(completions):
     """A pool, one that is late, and a process that is ended at once: all end by SIGTERM."""
     with FORKS.Pool(4) as pool:

@@ -19,7 +19,7 @@ from pspo.cli.python import config_from_python
 from pspo.config import EvaluateConfig, Fact, ModelConfig, TrainConfig, find_switches, switches_with
 from pspo.losses import CISPO, GSPO, P3O, TOPR, Clip, NoClip, OffPolicyMask
 from pspo.model.find import TINY_BYTES, find_default_lr
-from pspo.tasks import FormatReward, MathReward
+from pspo.tasks import FormatReward, MathReward, SoftOverlong
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "configs" / "tiny.yaml"
@@ -76,6 +76,13 @@ def test_paths_at_home_are_expanded(yaml_file, tmp_path, monkeypatch):
     config = train_config("--config=~/own.yaml", "--run.output_dir=~/out", "--run.fork_from=~/run")
     paths = [config.model.name_or_path, config.run.output_dir, config.run.fork_from]
     assert paths == [str(tmp_path / name) for name in ("model", "out", "run")]
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1.0E-06"])
+def test_floats_in_yaml_and_switches(yaml_file, text):
+    args = yaml_file(f"optimizer:\n  lr: {text}\nalgorithm:\n  surrogate: Clip\n")
+    config = train_config(*args, "--algorithm.surrogate.epsilon", text)
+    assert (config.optimizer.lr, config.algorithm.surrogate) == (1e-6, Clip(epsilon=1e-6))
 
 
 def test_the_later_of_file_and_switch_wins(tmp_path):
@@ -222,7 +229,7 @@ def test_files_give_texts_without_quotes_too_and_null_unsets(yaml_file):
     ("--optimizer.options.betas=[0.9, 0.95]", "optimizer.options", {"betas": [0.9, 0.95]}),
     ("--rollout.engine=my.Engine && --rollout.engine.memory=0.3", "rollout.engine",
      {"class_path": "my.Engine", "init_args": {"memory": 0.3}}),
-    ("--reward.functions=MathReward && --reward.functions.tolerance=1", "reward.functions", [MathReward(1.0)]),
+    ("--reward.functions=[SoftOverlong] && --reward.functions.buffer=24", "reward.functions", [SoftOverlong(24)]),
     ("--run.max_tokens=150_000_000", "run.max_tokens", 150_000_000),
     ("--run.quiet", "run.quiet", True),
     ("--algorithm.advantages=math.fsum", "algorithm.advantages", math.fsum),

@@ -26,7 +26,7 @@ from pspo.model import load_model_config, load_policy, load_tokenizer
 from pspo.model.chat import encode, render_prompts
 from pspo.model.find import set_template_defaults
 from pspo.rollout import How, PolicySampler, Prompts, Rollout, encode_prompts, left_pad, load_prompts, make_sampling
-from pspo.tasks import ExactMatch, FormatReward, Problem
+from pspo.tasks import ExactMatch, FormatReward, Problem, SoftOverlong
 from pspo.train import main
 
 QWEN3 = Path(__file__).with_name("qwen3.jinja")
@@ -528,14 +528,12 @@ def test_rewards_are_the_functions_of_the_last_turn_plus_the_environments(policy
     none, *_ = rollout.score(problems, RewardConfig([ExactMatch()]), 0, 128)
     assert none == earned  # problems without an answer
     seen = []
-
-    def log(completion_ids, completion_tokens):
-        seen.extend([completion_ids, completion_tokens])
-        return [0.0, 0.0]
-
-    rollout.score(problems, RewardConfig([log]), 0, 128)
-    rows = rows_of(rollout)
-    assert seen == [[[t for t, drawn in row if drawn] for row in rows], [*map(len, rows)]]  # all count for the limit
+    log = RewardConfig([lambda completion_ids, **_: seen.append(completion_ids) or [0.0] * len(completion_ids)])
+    rollout.score(problems, log, 0, 128)
+    assert seen == [[[t for t, drawn in row if drawn] for row in rows_of(rollout)]]
+    lengths = [len(row) for row in rows_of(rollout)]  # with the observations, as the limit counts them
+    punished = rollout.score(problems, RewardConfig([SoftOverlong(100)]), 0, 128).by_function["SoftOverlong"]
+    assert punished == pytest.approx([-min(1, max(0, length - 28) / 100) for length in lengths])
 
 
 def test_a_run_and_evaluations_with_a_calculator(here):

@@ -18,7 +18,7 @@ from processes import TINY, run_command
 
 from pspo.cli.files import read_jsonl
 from pspo.errors import WorkerError
-from pspo.tasks import ExactMatch, MathVerifyReward, failures
+from pspo.tasks import ExactMatch, MathVerifyReward, SoftOverlong, failures
 from pspo.tasks.failures import show_failures
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
@@ -341,6 +341,15 @@ def test_exact_match():
     assert ExactMatch()(completions, problems) == [1, 0, 0, None, 1]
     assert ExactMatch()([f"<think>b</think>\n{text}" for text in completions], problems) == [1, 0, 0, None, 1]
     assert ExactMatch()([f"<think>{text}" for text in completions], problems) == [0, 0, 0, None, 0]
+    assert ExactMatch(ignore_case=True)(completions, problems) == [1, 1, 0, None, 1]
+
+
+def test_soft_overlong_is_the_formula():
+    lengths = [0, 80, 81, 90, 99, 100, 101, 500]
+    expected = [0, 0, -1 / 20, -0.5, -19 / 20, -1, -1, -1]
+    assert SoftOverlong(20)(lengths, max_completion_tokens=100) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="buffer must be"):
+        SoftOverlong(0)
 
 
 def test_math_verify_reads_formulas_and_survives_hostile_ones():

@@ -4,4 +4,4 @@ from pspo.tasks.answers import after_thoughts, contains_answer, extract_answer, 
 from pspo.tasks.datasets import load_problems
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, Scores, check_rewards, math_reward, total_rewards
-from pspo.tasks.verifiers import ExactMatch, MathVerifyReward
+from pspo.tasks.verifiers import ExactMatch, MathVerifyReward, SoftOverlong

@@ -1,4 +1,4 @@
-"""More built-in rewards: exact text, and formulas compared by math-verify."""
+"""More built-in rewards: exact text, length, and formulas compared by math-verify."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ WORKER_MEMORY = 4 * 2**30  # bytes of each process's address space
 class ExactMatch(Reward):
     """1 if the text of the completion's answer (`extract_text`) is the gold answer, else 0; None without a gold one."""
 
+    ignore_case: bool = False
     compares_answers = True
 
     def check_problems(self, problems: Sequence[Problem]) -> None:
@@ -30,9 +31,30 @@ class ExactMatch(Reward):
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
         values: list[float | None] = []
         for completion, problem in zip(completions, problems, strict=True):
-            gold = " ".join(str(problem.answer).split())
-            values.append(None if problem.answer is None else float(extract_text(completion) == gold))
+            pair = (extract_text(completion), " ".join(str(problem.answer).split()))
+            text, gold = map(str.casefold, pair) if self.ignore_case else pair
+            values.append(None if problem.answer is None else float(text == gold))
         return values
+
+
+@dataclass(frozen=True)
+class SoftOverlong(Reward):
+    """Punish completions that come close to the token limit: DAPO's soft overlong punishment.
+
+    With length n, an episode's with its observations, limit L = --rollout.max_completion_tokens and B = ``buffer``:
+
+        0 if n <= L - B;  (L - B - n) / B if L - B < n <= L;  -1 if n > L      (Yu et al. 2025, 2503.14476, eq. 13)
+    """
+
+    buffer: int
+
+    def __post_init__(self) -> None:
+        if self.buffer <= 0:
+            raise ValueError(f"buffer must be above 0, not {self.buffer}")
+
+    def __call__(self, completion_tokens: list[int], max_completion_tokens: int) -> list[float]:
+        free = max_completion_tokens - self.buffer
+        return [max(-1.0, min(0.0, (free - length) / self.buffer)) for length in completion_tokens]
 
 
 def verify(completion: str, gold: str) -> bool | None:
@@ -50,8 +72,9 @@ def verify(completion: str, gold: str) -> bool | None:
 class MathVerifyReward(Reward):
     """1 if math-verify (pip install 'pspo[math]') finds the completion's answer equal to the gold one, else 0.
 
-    By sympy, which can compute for ever or take all memory: in processes of its own. A value that takes too long or
-    kills its process is unknown (None), as is one without a gold answer that it reads. The last `\\boxed` counts.
+    By sympy, which a completion can make compute for ever or take all memory: it runs in processes of its own, and a
+    value that takes too long or kills its process is unknown (None). Of several `\\boxed` answers the last one counts,
+    as in MATH's own rule. None without a gold answer, or if math-verify cannot read that.
     """
 
     seconds: float = 10.0  # limit for one completion
