@@ -42,7 +42,7 @@ NOTES = {
 
 
 def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
-    """Values before training, of models, or after it, of runs' best or final ones; with pass@k if sampled.
+    """Values before training, of models, or after it, of runs' best or final ones; with pass@k, maj@k if sampled.
 
     Problems without gold answers have their mean reward. An evaluation counts before the summary's same number.
     """
@@ -51,7 +51,7 @@ def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
     test = ["run", "model", "evaluation", "data", "split", "n", "limit", "temperature"]
     is_accuracy = numbers["measure"].eq("accuracy")
     answered = is_accuracy.groupby([numbers[name] for name in test], dropna=False).transform("any").astype(bool)
-    measures = "accuracy|gold_anywhere" if greedy else "accuracy|gold_anywhere|pass@.*"
+    measures = "accuracy|gold_anywhere" if greedy else "accuracy|gold_anywhere|(pass|maj)@.*"
     rewards = numbers["measure"].eq("mean_reward") & ~answered
     numbers = numbers[numbers["measure"].str.fullmatch(measures) | rewards]
     numbers = numbers.sort_values("evaluation", key=lambda names: names != "summary", kind="stable")

@@ -15,7 +15,7 @@ from pspo.evaluate.__main__ import render
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.statistics import estimate, pass_at_k
 from pspo.rollout import How, PolicySampler, Prompts, Rollout, Sampling, encode_prompts, left_pad
-from pspo.tasks import FormatReward, MathReward, Problem, Reward, load_problems
+from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, Reward, load_problems
 
 # --- statistics -------------------------------------------------------------------------------------------------------
 
@@ -126,11 +126,12 @@ def test_several_samples_are_clusters_of_their_problem(scripted):
     assert result["mean_reward"]["ci95"] == pytest.approx(cluster_bootstrap(rewards))
     assert result["reward/MathReward"] == result["mean_reward"]
     ks = (1, 2, 4, 6)  # powers of 2, and all
-    assert [name for name in result if "@" in name] == [f"pass@{k}" for k in ks]
+    assert [name for name in result if "@" in name] == [*(f"pass@{k}" for k in ks), "maj@6"]
     for k in ks:
         each = np.array([pass_at_k(6, count, k) for count in right.tolist()])
         interval = cluster_bootstrap(each) if k < 6 else wilson(5, 7)  # of 6 samples each problem is 0 or 1
         assert result[f"pass@{k}"] == {"value": pytest.approx(each.mean()), "ci95": interval}
+    assert result["maj@6"]["value"] == pytest.approx(2.5 / 7)  # two all right, one right in half of its samples
 
 
 def test_breakdowns(scripted):
@@ -176,6 +177,32 @@ def test_without_answers_there_are_rewards_alone_and_unknown_ones_are_left_out(s
     assert (flat["mean_reward"], flat["mean_reward_left_out"], "accuracy" in flat) == (7.0, 1, False)
     text = render({"model": "m", "data": "d", "split": "test", "n": 7, "samples": 1, "temperatures": {"0": of}})
     assert re.search(r"^reward +7\.000 \[.*\] \(1 left out\)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("said", "gold", "share"),
+    [
+        (["0.3333333", "1/3", "0.33333333", "2", "2"], Fraction(1, 3), 1.0),
+        (["0.9999991", "1.0000009", "2", "2"], Fraction(1), 0.5),  # each as near to the gold one as it may be
+        (["", "", "1"], Fraction(1), 1.0), (["", ""], Fraction(1), 0.0),
+    ],
+)  # fmt: skip
+def test_answers_within_the_tolerance_of_the_gold_one_vote_together(scripted, said, gold, share):
+    scripted(lambda i, sample: said[sample] and f"#### {said[sample]}")
+    prompts = Prompts([Problem("?", gold)], [[0]])
+    result = evaluate(SCRIPTED, HOW, prompts, RewardConfig(), samples=len(said), max_tokens=10**6).results()
+    assert result[f"maj@{len(said)}"]["value"] == share
+
+
+def test_text_answers_vote_by_their_text(scripted):
+    said = [["#### yes", "#### no", "#### yes ", ""], ["#### yes", "#### no", "####", "#### no"]]
+    problems = [replace(problem, answer="yes") for problem in PROBLEMS.problems[:2]]
+    scripted(lambda i, sample: said[i][sample])
+    prompts = Prompts(problems, PROBLEMS.ids[:2])
+    result = evaluate(SCRIPTED, HOW, prompts, RewardConfig([ExactMatch()]), samples=4).results()
+    assert result["accuracy"]["value"] == 3 / 8
+    assert "format_share" not in result  # of numbers
+    assert result["maj@4"] == {"value": 0.5, "ci95": wilson(1, 2)}
 
 
 def compares(completions, answer):

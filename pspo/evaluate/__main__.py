@@ -69,7 +69,7 @@ def render(results: dict[str, Any]) -> str:
     columns = {}
     for temperature, numbers in results["temperatures"].items():
         samples = f", {numbers['samples']} samples" if numbers["samples"] > 1 else ""
-        shown = numbers.keys() - {"samples", "breakdown", "pass@1"}
+        shown = numbers.keys() - {"samples", "breakdown", "pass@1", "maj@1"}
         cells = {measure_name(name): as_text(name, numbers[name]) for name in numbers if name in shown}
         columns[f"T = {temperature}{samples}"] = cells
         measure = "accuracy" if "accuracy" in numbers else "mean_reward"

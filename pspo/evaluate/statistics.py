@@ -1,12 +1,14 @@
-"""Statistics of completions: means with 95% intervals, pass@k; and how they are shown."""
+"""Statistics of completions: means with 95% intervals, pass@k and maj@k; and how they are shown."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from pspo.cli.terminal import one_line
+from pspo.tasks import extract_answer, extract_text
 
 # By measure, the field of records that it is of: estimates with intervals, and means.
 ESTIMATES = {"accuracy": "correct", "gold_anywhere": "contains_gold", "mean_reward": "reward"}
@@ -25,20 +27,34 @@ def measures(completions: Sequence[Record], samples: int) -> dict[str, np.ndarra
 
 
 def at_k(completions: Sequence[Record], samples: int) -> dict[str, np.ndarray]:
-    """Values (n, 1) of pass@k for k = 1, 2, 4, ... and all samples; NaN without a verdict."""
+    """Values (n, 1) of pass@k for k = 1, 2, 4, ... and all samples, and of maj@k for all; NaN without a verdict."""
     ks = sorted({2**j for j in range(samples.bit_length())} | {samples})
-    columns: dict[str, list[float]] = {f"pass@{k}": [] for k in ks}
+    columns: dict[str, list[float]] = {f"pass@{k}": [] for k in ks} | {f"maj@{samples}": []}
     for first in range(0, len(completions), samples):
-        verdicts = [record["correct"] for record in completions[first : first + samples]]
+        records = completions[first : first + samples]
+        answered = records[0]["correct"] is not None
+        correct = sum(record["correct"] for record in records) if answered else 0
         for k in ks:
-            value = math.nan if verdicts[0] is None else pass_at_k(samples, sum(verdicts), k)
-            columns[f"pass@{k}"].append(value)
+            columns[f"pass@{k}"].append(pass_at_k(samples, correct, k) if answered else math.nan)
+        columns[f"maj@{samples}"].append(majority(records) if answered else math.nan)
     return {name: np.array(column)[:, None] for name, column in columns.items()}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Probability that k of n samples hold a ``correct`` one (Chen et al. 2021, "Evaluating LLMs Trained on Code")."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority(records: Sequence[Record]) -> float:
+    """1 if the most frequent answer to a problem is correct, else 0; of tied answers the share that is.
+
+    Correct answers vote together, wrong ones by their exact value; a completion without an answer does not vote.
+    """
+    extract = extract_text if records[0]["format"] is None else extract_answer
+    answers = [(record["correct"], extract(record["completion"])) for record in records]
+    votes = Counter((correct, None if correct else answer) for correct, answer in answers if answer not in (None, ""))
+    winners = [correct for (correct, _), count in votes.items() if count == max(votes.values())]
+    return sum(winners) / len(winners) if winners else 0.0
 
 
 def by_problem(values: np.ndarray) -> np.ndarray:

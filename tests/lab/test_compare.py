@@ -63,8 +63,12 @@ def test_of_several_samples_a_problem_has_their_mean(tmp_path, capsys):
     out = capsys.readouterr().out
     p = ttest_rel(counts["B"], counts["A"]).pvalue
     assert re.search(rf"^accuracy +25\.0% +42\.9% +17\.9% \[.*\] +{p:.2g} +- ", out, re.MULTILINE)
-    assert re.findall("^pass@.", out, re.MULTILINE) == ["pass@2", "pass@4"]  # @1 is accuracy
+    assert re.findall("^(?:pass|maj)@.", out, re.MULTILINE) == ["pass@2", "pass@4", "maj@4"]  # @1 is accuracy
     assert re.search(r"^pass@4 +57\.1% +85\.7% +28\.6% \[.*\] +0\.62 +1 : 3 ", out, re.MULTILINE)
+    a_mean, b_mean = (
+        np.mean([1.0 if n > 2 else 0.5 if n == 2 else 0.0 for n in correct]) for correct in counts.values()
+    )
+    assert re.search(rf"^maj@4 +{100 * a_mean:.1f}% +{100 * b_mean:.1f}% ", out, re.MULTILINE)
 
 
 def test_the_gain_of_sapo_on_asdiv_over_seeds_and_problems(tmp_path, capsys):
