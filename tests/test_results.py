@@ -62,9 +62,9 @@ def test_surrogates_in_trl():
     table = read_table("../docs/guide", "loss in TRL", "bridge.md")
     assert_column(table["reward after 32 steps"], rewards)
     differences = rewards.sub(rewards["TRL"], axis=0)
-    assert_column(table["minus TRL's, 95% interval"], differences)
+    assert_column(table["minus TRL, 95% interval"], differences)
     for row in table.index[1:]:
-        assert_shows(table.loc[row, "would be detected"], float(estimate(differences[[row]].to_numpy()).detects()))
+        assert_shows(table.loc[row, "detects (80% power)"], float(estimate(differences[[row]].to_numpy()).detects()))
 
 
 def test_second_epoch():
