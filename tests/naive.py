@@ -11,7 +11,7 @@ import torch
 from batches import by_root
 
 from pspo.config import AlgorithmConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
-from pspo.losses import NoClip
+from pspo.losses import EntropyQuantile, NoClip
 from pspo.rollout import Rollout
 from pspo.update import update
 from pspo.update.learner import Learner
@@ -87,6 +87,17 @@ def naive_row(model, rollout, i):
     return reference.row_logprobs(model, rollout.token_ids, i, TEMPERATURE)
 
 
+def tokens_left_out(terms, entropies, mask):
+    """By token of a row, True if one of the terms leaves it out of the surrogate's loss."""
+    left_out = [False] * len(mask)
+    for term in terms:
+        if isinstance(term, EntropyQuantile):
+            inside = [entropy for entropy, is_in_loss in zip(entropies, mask, strict=True) if is_in_loss]
+            lowest = reference.uncertain(inside, term.share) - 1e-9 if inside else 0.0
+            left_out = [already or entropy < lowest for already, entropy in zip(left_out, entropies, strict=True)]
+    return left_out
+
+
 def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
     """Backward of a minibatch's loss, its slopes dL/dlogprob from the scalar oracles; returns loss and mean KL."""
     algorithm = config.algorithm
@@ -109,6 +120,9 @@ def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
         sampler = old[i]
         if rollout.sampler_logprobs is not None:
             sampler = rollout.sampler_logprobs[i][rollout.completion_mask[i]]
+        left_out = tokens_left_out(algorithm.terms, entropies.tolist(), masks[i])
+        losses = [0.0 if out else x for x, out in zip(losses, left_out, strict=True)]
+        slopes = [0.0 if out else x for x, out in zip(slopes, left_out, strict=True)]
         if algorithm.effective_correction != "none":
             bounds = (algorithm.effective_correction, algorithm.correction_cap, algorithm.correction_floor)
             factors = reference.correction_weights(old[i].tolist(), sampler.tolist(), masks[i], *bounds)

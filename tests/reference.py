@@ -186,6 +186,11 @@ def off_policy(log_ratios, mask_row, A, threshold):
     return A < 0 and math.fsum(moved) / max(len(moved), 1) > threshold
 
 
+def uncertain(entropies, share):
+    """The lowest entropy among the most uncertain share of tokens, a list; at least one token."""
+    return sorted(entropies, reverse=True)[math.ceil(share * len(entropies)) - 1]
+
+
 def aggregate(losses, mask, how, tokens, sequences, max_completion_tokens):
     total = 0.0
     for loss_row, mask_row in zip(losses, mask, strict=True):

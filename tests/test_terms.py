@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import runpy
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from batches import AGGREGATIONS, random_batch
 from pspo.losses import (
     DPPO,
     Counts,
+    EntropyQuantile,
     LossInputs,
     OffPolicyMask,
     SquaredLogRatio,
@@ -21,6 +23,14 @@ from pspo.losses import (
     correction_weights,
     diagnose_correction,
 )
+
+
+@pytest.mark.parametrize("share", ["0.6", "0.55", "0.28", "0.15", "0.07", "1"])
+def test_a_share_of_tokens_is_rounded_up_exactly(share):
+    for length in (1, 25, 50, 85, 100, 180):
+        x = LossInputs(*random_batch([length]), entropies=torch.rand(1, length))
+        staying = EntropyQuantile(float(share))(torch.ones(1, length), x).sum()
+        assert staying == math.ceil(Fraction(share) * length)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from batches import AGGREGATIONS, PAIRS, SURROGATES, by_root, by_token, name, packing, row_mean_weights
 from naive import OFF_POLICY, G, assert_equals_naive, make_config, make_rollout, naive_row, run, weights, with_sampler
 
-from pspo.losses import GMPO, GSPO, P3O, PSPO, SAPO, TOPR, Clip, NoClip, OffPolicyMask
+from pspo.losses import GMPO, GSPO, P3O, PSPO, SAPO, TOPR, Clip, EntropyQuantile, NoClip, OffPolicyMask
 from pspo.update.batching import make_batch, split_microbatches, split_minibatches
 
 
@@ -32,6 +32,7 @@ from pspo.update.batching import make_batch, split_microbatches, split_minibatch
             (surrogate, how, {"entropy_coef": 0.3})
             for surrogate, how in zip(SURROGATES[3:6], AGGREGATIONS, strict=True)
         ),
+        *((loss, "dapo", {"terms": [EntropyQuantile(0.3)], "beta": 0.5}) for loss in (Clip(), GSPO(0.1, 0.2))),
         *((surrogate, "grpo", {"beta": 0.5, "kl_estimator": "unbiased_k3"}) for surrogate in (Clip(), TOPR())),
     ],
     ids=name,
@@ -41,7 +42,8 @@ def test_two_epochs_of_two_minibatches_equal_the_naive_trainer(policy, surrogate
     rollout, advantages = make_rollout()
     if "advantages" in switches:
         switches, advantages = {}, by_token(advantages, G, rollout.completion_mask)
-    rollout = dataclasses.replace(rollout, sampler_logprobs=torch.full(rollout.completion_ids.shape, math.nan))
+    if "terms" not in switches:
+        rollout = dataclasses.replace(rollout, sampler_logprobs=torch.full(rollout.completion_ids.shape, math.nan))
     config = make_config(surrogate, aggregation=aggregation, **OFF_POLICY, **switches)
     metrics = assert_equals_naive(policy, rollout, advantages, config)
     assert metrics[3]["ratio_max"] > 1.1  # far enough off-policy to tell the surrogates apart
@@ -136,6 +138,7 @@ SPLIT = [  # with its settings whatever looks at more than one token
     (Clip(), by_root, {}),
     (GMPO(), "grpo", {"advantages": by_token}),
     (NoClip(), "dapo", {"correction": row_mean_weights}),
+    (GMPO(), "dapo", {"terms": [EntropyQuantile(0.3)]}),
     (NoClip(), "grpo", {"correction": "token_mask", "terms": [OffPolicyMask(0.02)]}),
     (NoClip(), "grpo", {"beta": 0.5, "kl_estimator": "unbiased_k3", "entropy_coef": 0.2}),
 ]

@@ -8,6 +8,7 @@ from pspo.losses.others import ASPO, CEGPPO, CISPO, DPPO, DRO, GMPO, GSPO, REINF
 from pspo.losses.surrogates import P3O, PSPO, SAPO, TOPR, Clip, NoClip, Surrogate, SurrogateError, check_loss, log_ratio
 from pspo.losses.terms import (
     EntropyBonus,
+    EntropyQuantile,
     KLPenalty,
     LossInputs,
     OffPolicyMask,

@@ -7,10 +7,12 @@ on.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pspo.losses.correction import Correction, correction_weights
@@ -105,3 +107,22 @@ class OffPolicyMask(Term):
         moved = log_ratio(sampler_logprobs, x.logprobs.detach(), x.mask).sum(dim=1, keepdim=True)  # (B, 1)
         is_near = moved <= self.threshold * x.mask.sum(dim=1, keepdim=True)
         return losses.where((x.advantages >= 0) | is_near, 0.0)
+
+
+@dataclass(frozen=True)
+class EntropyQuantile(Term):
+    """0 at all but each row's most uncertain share of tokens ("Beyond the 80/20 Rule", 2506.01939: each batch's)."""
+
+    share: float
+    silent_at_zero_advantage = True
+
+    def __post_init__(self) -> None:
+        check(0 < self.share <= 1, self, "share must be in (0, 1]", self.share)
+
+    def __call__(self, losses: Tensor, x: LossInputs) -> Tensor:
+        entropies = x.entropies.detach().masked_fill(~x.mask, -math.inf)
+        lengths = x.mask.sum(dim=1, keepdim=True)  # (B, 1)
+        n_staying = torch.ceil(self.share * lengths.double() - 1e-9).long()  # 0.55 of 100 would be above 55
+        last = (n_staying - 1).clamp(min=0)  # rank of the least uncertain one that stays
+        lowest = entropies.sort(dim=1, descending=True).values.gather(1, last)
+        return losses.where(entropies >= lowest, 0.0)
