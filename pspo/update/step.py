@@ -1,6 +1,9 @@
 """The optimizer steps of one rollout: epochs x minibatches, each accumulated over its microbatches.
 
 `backward` is the method: hidden states -> log-probs -> surrogate -> terms -> aggregate -> backward.
+
+Left out: a value model, since advantages compare a group's rewards; packing, since rows are padded; a reward on each
+token, though advantages may be (B, T); ratios to any policy but the one that `pspo.update.old` says.
 """
 
 import math
