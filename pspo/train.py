@@ -5,6 +5,9 @@
 
 `train` is that line, top to bottom; its second half, the optimizer steps of one rollout, is `pspo.update.step`.
 Records, checkpoints, resuming and signals are the parts of a run, in `pspo.run`.
+
+Left out: asynchronous rollouts, since --rollout.lag makes the same staleness exactly; rollouts that are trained on in
+part; a replay buffer.
 """
 
 import sys
