@@ -222,8 +222,14 @@ def embedded_data(page):
 
 OPTIONS = [
     {},
+    {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.3},
+    {"loss_type": "bnpo", "delta": 1.1},
+    {"loss_type": "dr_grpo", "top_entropy_quantile": 0.2},
     {"loss_type": "luspo", "importance_sampling_level": "sequence", "top_entropy_quantile": 0.5},
     {"loss_type": "cispo", "epsilon_high": 5.0},
+    {"loss_type": "sapo"},
+    {"loss_type": "vespo", "off_policy_mask_threshold": 1e-4},
+    {"importance_sampling_level": "sequence", "beta": 0.1},
     {"beta": 0.1, "use_bias_correction_kl": True},
     {"off_policy_mask_threshold": 1e-4, "mask_truncated_completions": True},
     {"entropy_coef": 0.1},
