@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from pspo.cli.files import DAMAGE, named_damage, read_config, read_json, read_jsonl
+from pspo.cli.files import DAMAGE, flat, named_damage, read_config, read_json, read_jsonl
 from pspo.cli.terminal import one_line
 from pspo.evaluate.statistics import at_k, measures
 from pspo.tasks.files import local_path
@@ -34,7 +34,6 @@ from pspo_lab.settings import (
     labels,
     not_compared,
     plain_switches,
-    run_switches,
     setting_numbers,
 )
 
@@ -186,7 +185,7 @@ def read_run(folder: Path) -> LabRun:
 
 def read_switches(folder: Path) -> Row:
     """Switches as `LabRun` has them, with the defaults of those that a configuration of ours lacks."""
-    switches = run_switches(read_config(folder / "config.yaml"))
+    switches = flat(read_config(folder / "config.yaml"))
     " ".join(map(str, [*switches, *switches.values()])).encode()  # raises where half a surrogate pair is: no text
     if switches.get(DATA) == "file":  # of which there are many
         path = switches.get("data.path")

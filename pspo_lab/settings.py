@@ -33,13 +33,6 @@ def not_compared() -> list[str]:
     return ["experiments", *sorted(switches_with("no setting"))]
 
 
-def run_switches(config: dict[str, Any]) -> dict[str, Any]:
-    """The values of a configuration by switch; a surrogate without arguments stands there as its path alone."""
-    switches = flat(config)
-    path = switches.pop(SURROGATE.removesuffix(".class_path"), None)
-    return switches | {SURROGATE: path} if path else switches
-
-
 def plain_switches(switches: dict[str, Any]) -> dict[str, Any]:
     """Switches with lists and mappings as JSON, so that tables can group by them; rewards with their weights."""
     plain = {}
@@ -63,7 +56,7 @@ def defaults(class_path: str = "") -> dict[str, Any]:
 
     is_known = class_path.removeprefix("pspo.losses.") in class_names(Surrogate)
     words = [f"--{SURROGATE.removesuffix('.class_path')}={class_path}"] if is_known else []
-    switches = plain_switches(run_switches(make_config(TrainConfig, "pspo", words, {})[1]))
+    switches = plain_switches(flat(make_config(TrainConfig, "pspo", words, {})[1]))
     return {name: value for name, value in switches.items() if is_known or not name.startswith(ARGUMENT)}
 
 

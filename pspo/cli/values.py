@@ -177,4 +177,6 @@ def yaml_value(value: Any) -> Any:
             arguments[name] = yaml_value(getattr(value, name))
         elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(f"{kind.__name__} does not keep its argument {name}: make it a dataclass")
-    return {"class_path": path, "init_args": arguments} if arguments else path
+    if kind is value:  # a function
+        return path
+    return {"class_path": path, "init_args": arguments} if arguments else {"class_path": path}

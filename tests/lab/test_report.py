@@ -42,7 +42,7 @@ def make_run(tmp_path):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         arguments = {key: changes.pop(key, value) for key, value in (own or DEFAULTS.get(method, {})).items()}
-        surrogate = {"class_path": f"{module}.{method}", "init_args": arguments} if arguments else f"{module}.{method}"
+        surrogate = {"class_path": f"{module}.{method}", "init_args": arguments}
         config = {
             "model": {"name_or_path": "tiny"},
             "data": {"name": "sums", "limit": None},
