@@ -225,7 +225,11 @@ def environment(device: str, processes: int) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the repository that the package lies in, with "-dirty" if it was changed; None without one."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
-    with contextlib.suppress(OSError):
-        return subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+    """The source tree's commit, with "-dirty" if it was changed; None for an installed package, or without git."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:  # a user's repository, in which the package is installed, does not track it
+        subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=True)
+        described = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
+        return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
