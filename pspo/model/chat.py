@@ -71,7 +71,7 @@ def break_special_tokens(special: re.Pattern, value: Any) -> Any:
     if isinstance(value, list):
         return [break_special_tokens(special, part) for part in value]
     if isinstance(value, dict):
-        return {key: break_special_tokens(special, part) for key, part in value.items()}
+        return {break_special_tokens(special, key): break_special_tokens(special, part) for key, part in value.items()}
     return value
 
 
