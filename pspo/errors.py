@@ -1,4 +1,4 @@
-"""What may end a run; `pspo.run.endings` has the table of what is saved and said."""
+"""What may end a run; `pspo.endings` has the table of what is saved and said."""
 
 
 class Stopped(BaseException):

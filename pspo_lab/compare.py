@@ -9,10 +9,10 @@ import pandas as pd
 from scipy.stats import binomtest
 
 from pspo.cli.files import flat, read_config
-from pspo.cli.terminal import one_line
+from pspo.endings import user_errors
 from pspo.evaluate.statistics import MEANS, as_text, measure_name, table
-from pspo.run.endings import user_errors
 from pspo.tasks.files import local_path
+from pspo.terminal import one_line
 from pspo_lab.power import MOST_SEEDS, estimate, seeds_text
 from pspo_lab.runs import read_problems
 from pspo_lab.settings import SEED

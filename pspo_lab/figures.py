@@ -11,7 +11,7 @@ import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
 
-from pspo.cli.terminal import one_line
+from pspo.terminal import one_line
 from pspo_lab.runs import Runs
 from pspo_lab.settings import methods
 from pspo_lab.tables import mean_over_seeds, smoothed

@@ -17,9 +17,9 @@ from textwrap import fill, indent
 import pandas as pd
 
 from pspo.cli.files import write_text
-from pspo.cli.terminal import one_line
-from pspo.run.endings import user_errors
+from pspo.endings import user_errors
 from pspo.tasks.files import local_path
+from pspo.terminal import one_line
 from pspo_lab.figures import draw_curves
 from pspo_lab.identities import describe_identities
 from pspo_lab.runs import Runs, read_runs, run_folders

@@ -22,9 +22,9 @@ import numpy as np
 import pandas as pd
 
 from pspo.cli.files import DAMAGE, flat, named_damage, read_config, read_json, read_jsonl
-from pspo.cli.terminal import one_line
 from pspo.evaluate.statistics import at_k, measures
 from pspo.tasks.files import local_path
+from pspo.terminal import one_line
 from pspo_lab.settings import (
     DATA,
     MODEL,

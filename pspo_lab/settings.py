@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from pspo.cli.files import flat
-from pspo.cli.terminal import one_line
+from pspo.terminal import one_line
 
 MODEL = "model.name_or_path"
 DATA = "data.name"

@@ -33,9 +33,9 @@ from tqdm import tqdm
 from pspo import distributed as dist
 from pspo.cli.files import flat, lock_folder, read_json, to_yaml, write_json, write_text
 from pspo.cli.parse import parse
-from pspo.cli.terminal import Bar
-from pspo.run.endings import EXIT_STOPPED, user_errors
+from pspo.endings import EXIT_STOPPED, user_errors
 from pspo.tasks.files import local_path
+from pspo.terminal import Bar
 from pspo_lab.power import Estimate, seeds_text
 from pspo_lab.runs import read_runs, run_folders
 from pspo_lab.settings import labels

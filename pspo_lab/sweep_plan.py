@@ -13,7 +13,7 @@ from typing import Any
 from pspo.cli.files import argument_text, read_jsonl, require_same
 from pspo.cli.parse import parse
 from pspo.config import EvaluateConfig, Section, TrainConfig, require, switch
-from pspo.run.endings import user_errors
+from pspo.endings import user_errors
 
 WEIGHTS = ("best", "final", "checkpoints")  # folders of a run
 MODEL = ("model.name_or_path", "model.revision", "model.trust_remote_code")

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t
 
-from pspo.cli.terminal import one_line
+from pspo.terminal import one_line
 from pspo_lab.power import Estimate, estimate, seeds_text
 from pspo_lab.runs import Runs, read_problems, skip_unreadable
 from pspo_lab.settings import SEED, methods, setting_numbers

@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from pspo.cli.files import write_text
-from pspo.run.endings import user_errors
+from pspo.endings import user_errors
 from pspo.tasks.files import local_path, plain
 from pspo_lab.identities import surrogate_classes
 from pspo_lab.runs import read_runs, run_folders

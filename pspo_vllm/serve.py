@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pspo import distributed as dist
 from pspo.cli.parse import parse
 from pspo.config import ModelConfig, Section, switch
+from pspo.endings import user_errors
 from pspo.model.find import resolve_adapters
-from pspo.run.endings import user_errors
 from pspo_vllm.vllm import VLLM_VARIABLES, require_vllm, vllm_options
 
 

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "pspo"
 FILES = {str(file.relative_to(PACKAGE)): file for file in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in FILES.items()}
 ROOMS = (  # from the lowest: a room may import itself and the lower ones
-    {"__init__", "errors"},
+    {"__init__", "errors", "terminal"},
     {"signals", "token_table"},
     {"losses", "tasks"},
     {"distributed"},
@@ -25,6 +25,7 @@ ROOMS = (  # from the lowest: a room may import itself and the lower ones
     {"rollout"},
     {"update"},
     {"environments"},
+    {"endings"},
     {"cli"},
     {"evaluate"},
     {"run"},
@@ -35,8 +36,6 @@ RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 
 
 def room_of(name: str) -> str:
-    if name == "run/endings.py":  # of every command's
-        return "cli"
     return name.partition("/")[0].removesuffix(".py")
 
 

@@ -1,1 +1,1 @@
-"""The command line: parsing and messages."""
+"""The command line: switches, files, calls from Python."""

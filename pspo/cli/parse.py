@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from pspo.cli.files import Settings, argument_text, read_yaml, to_yaml
 from pspo.cli.values import Word, as_list, from_word, read, yaml_value
 from pspo.config import TrainConfig, find_switches, switches_with
+from pspo.endings import user_errors
 from pspo.model.find import find_default_lr
-from pspo.run.endings import user_errors
 from pspo.tasks.datasets import has_text_answers, holdout_share
 from pspo.tasks.files import local_path
 

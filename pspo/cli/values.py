@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 
 from pspo.cli.files import Unquoted, load_yaml, scalar, untyped
-from pspo.cli.terminal import one_line
+from pspo.terminal import one_line
 
 NUMBERS = {bool: (bool, "true or false"), int: (Integral, "a whole number"), float: (Real, "a number")}
 

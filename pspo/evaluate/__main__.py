@@ -13,6 +13,7 @@ from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.parse import parse
 from pspo.config import EvaluateConfig, RolloutConfig
+from pspo.endings import exit_codes, user_errors
 from pspo.environments import EnvironmentSampler, check_calls
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.statistics import as_text, measure_name, table
@@ -22,7 +23,6 @@ from pspo.model.find import check_token_ids, load_model_config, room_for_prompts
 from pspo.rollout import How, PolicySampler, Prompts, Sampler, load_prompts, make_sampling
 from pspo.rollout.prompts import completion_columns
 from pspo.rollout.sampler import check_decoding
-from pspo.run.endings import exit_codes, user_errors
 from pspo.signals import StopSignals
 from pspo.tasks import check_rewards
 from pspo.tasks.environment import load_class

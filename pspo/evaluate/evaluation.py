@@ -8,15 +8,15 @@ import numpy as np
 import torch
 
 from pspo import distributed as dist
-from pspo.cli.terminal import Bar
 from pspo.config import EvalConfig, RewardConfig
+from pspo.endings import fail_together
 from pspo.evaluate.statistics import ESTIMATES, Record, at_k, by_problem, estimates, measures
 from pspo.rollout import How, Prompts, Sampler
-from pspo.run.endings import fail_together
 from pspo.tasks import Problem, contains_answer, is_correct, matches_format
 from pspo.tasks.failures import show_failures
 from pspo.tasks.files import plain
 from pspo.tasks.rewards import judges
+from pspo.terminal import Bar
 
 SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with nearby seeds do not meet
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pspo.cli.terminal import one_line
 from pspo.tasks import extract_answer, extract_text
+from pspo.terminal import one_line
 
 # By measure, the field of records that it is of: estimates with intervals, and means.
 ESTIMATES = {"accuracy": "correct", "gold_anywhere": "contains_gold", "mean_reward": "reward"}

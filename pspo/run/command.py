@@ -10,10 +10,10 @@ from pspo.cli.files import Settings, environment, read_json, to_yaml, write_json
 from pspo.cli.parse import parse
 from pspo.cli.python import config_from_python
 from pspo.config import RunConfig, TrainConfig, require, switches_with
+from pspo.endings import exit_codes, save_at_end, user_errors
 from pspo.errors import RunFailed, Stopped
 from pspo.model.find import resolve_adapters
 from pspo.rollout import Experience
-from pspo.run.endings import exit_codes, save_at_end, user_errors
 from pspo.run.messages import print_header, print_warnings, summary_text
 from pspo.run.process import restore_at_end
 from pspo.run.resume import check_same, find_start, fork, resume

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.cli.files import read_json, write_json
-from pspo.cli.terminal import one_line
 from pspo.errors import RunFailed
 from pspo.model.load import write_model
+from pspo.terminal import one_line
 
 TORCH_WRITE_ERRORS = ("inline_container", "iostream")  # words of the RuntimeError of `torch.save` (2.13) on a full disk
 

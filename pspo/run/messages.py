@@ -12,12 +12,12 @@ from pspo import __version__
 from pspo import distributed as dist
 from pspo.cli.files import Settings, argument_text, flat
 from pspo.cli.parse import make_config
-from pspo.cli.terminal import clip, one_line
 from pspo.config import TrainConfig, switches_with
 from pspo.evaluate.statistics import ESTIMATES, MEANS, Record, from_record, measure_name, table
 from pspo.model.find import find_default_lr, resolve_adapters
 from pspo.rollout import Prompts
 from pspo.tasks.files import plain
+from pspo.terminal import clip, one_line
 
 
 def print_header(run: Any) -> None:

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo.cli.files import Changes, Settings, append_jsonl, read_jsonl
-from pspo.cli.terminal import Bar, clip, print_timed
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
 from pspo.errors import RunFailed
@@ -24,6 +23,7 @@ from pspo.run.folders import checkpoints, write_errors
 from pspo.run.trackers import start_tracker
 from pspo.tasks import matches_format
 from pspo.tasks.files import plain
+from pspo.terminal import Bar, clip, print_timed
 from pspo.token_table import TOKENS, write_tokens
 from pspo.update.learner import Learner
 from pspo.update.tokens import TokenRecord

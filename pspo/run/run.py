@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.cli.files import Settings, write_json, write_text
 from pspo.config import TrainConfig
+from pspo.endings import fail_together
 from pspo.environments import EnvironmentSampler, check_calls
 from pspo.errors import Stopped
 from pspo.model import load_tokenizer
@@ -24,7 +25,6 @@ from pspo.rollout.prompts import load_splits
 from pspo.rollout.sampler import check_decoding
 from pspo.rollout.source import make_source
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.endings import fail_together
 from pspo.run.folders import write_errors
 from pspo.run.messages import model_card
 from pspo.run.process import compute_in_order

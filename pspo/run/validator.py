@@ -10,13 +10,13 @@ import transformers
 
 from pspo import distributed as dist
 from pspo.cli.files import Changes, to_jsonl, write_text
-from pspo.cli.terminal import print_timed
 from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import Evaluation, evaluate
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.rollout import How, Prompts, Sampler
 from pspo.run.folders import save_model, write_errors
 from pspo.run.recorder import Recorder
+from pspo.terminal import print_timed
 
 
 class Validator:

@@ -25,10 +25,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.terminal import one_line
 from pspo.errors import EngineError, RunFailed, Stopped, UserCodeError, UserCodeFailed
 from pspo.model import is_out_of_memory
 from pspo.tasks.failures import user_frames, user_traceback
+from pspo.terminal import one_line
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
