@@ -23,7 +23,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module, metadata, util
 from itertools import pairwise
@@ -76,7 +76,7 @@ T = 12
 LIMIT = 16  # the configured completion limit
 BRIDGED = [
     PSPO(), NoClip(), Clip(), P3O(4.0, 0.1), SAPO(), TOPR(), REINFORCE(), CISPO(None, 0.2), GSPO(0.1, 0.2), GMPO(0.1),
-    VESPO(), DPPO(), SPO(0.5), DRO(0.5), CEGPPO(0.1), ASPO(0.1),
+    VESPO(), DPPO(), SPO(), DRO(0.5), CEGPPO(0.1), ASPO(0.1),
 ]  # fmt: skip
 LENGTHS = torch.tensor([12, 1, 7, 9, 3, 0, 11, 5])[:, None]  # row 5: masked out
 REWARDS = [1.0, 0.05, 0.0, 0.0, 1.0, 1.0, 0.0, 0.05]
@@ -110,12 +110,14 @@ COUNTS = Counts(int(BATCH["mask"].sum()), ROWS, LIMIT)
 Loss = Callable[[Batch], Tensor]  # of a microbatch, its share of the minibatch's loss
 
 
-def loss_and_gradient(loss: Loss, bounds: tuple[int, ...] = (0, MICROBATCH, ROWS)) -> tuple[float, Tensor]:
+def loss_and_gradient(
+    loss: Loss, bounds: tuple[int, ...] = (0, MICROBATCH, ROWS), batch: Batch = BATCH
+) -> tuple[float, Tensor]:
     """Accumulated over the microbatches between the bounds; the gradient is (B, T)."""
-    leaf = BATCH["new"].clone().requires_grad_()
+    leaf = batch["new"].clone().requires_grad_()
     total = 0.0
     for first, last in pairwise(bounds):
-        share = loss({name: value[first:last] for name, value in (BATCH | {"new": leaf}).items()})
+        share = loss({name: value[first:last] for name, value in (batch | {"new": leaf}).items()})
         share.backward()
         total += share.item()
     return total, leaf.grad
@@ -258,14 +260,21 @@ def trl(
 # ---------------------------------------------------------------- verl
 
 
-class ActorConfig:
-    """Stands for verl's: attributes, `get` and the counts of the whole minibatch."""
+WHOLE = {"dp_size": 1, "batch_num_tokens": COUNTS.tokens, "global_batch_size": ROWS, "loss_scale_factor": LIMIT}
 
-    def __init__(self, **values: Any):
-        whole = {"dp_size": 1, "batch_num_tokens": COUNTS.tokens, "global_batch_size": ROWS, "loss_scale_factor": LIMIT}
-        defaults = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0,
-                    "tau_pos": 1.0, "tau_neg": 1.05, "policy_loss": {}, "global_batch_info": whole}  # fmt: skip
-        vars(self).update(defaults | values)
+
+@dataclass
+class ActorConfig:
+    """Stands for verl's: fields, `get` and the counts of the whole minibatch."""
+
+    clip_ratio: float = 0.2
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float = 3.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    policy_loss: Any = field(default_factory=dict)
+    global_batch_info: dict[str, int] = field(default_factory=lambda: WHOLE)  # of the minibatch
 
     def get(self, name: str, default: Any) -> Any:
         return getattr(self, name, default)
@@ -427,8 +436,7 @@ class Namesake:
 
 
 def namesakes() -> list[Namesake]:
-    whole = ActorConfig().global_batch_info
-    local = whole | dict.fromkeys(("batch_num_tokens", "global_batch_size", "loss_scale_factor"))
+    local = WHOLE | dict.fromkeys(("batch_num_tokens", "global_batch_size", "loss_scale_factor"))
     clip = ours(Clip(0.2), "dapo")
     dual = ours(Clip(0.2, delta=3.0), "dapo")
     grpo = ours(Clip(0.2, delta=3.0), "grpo")
@@ -502,7 +510,7 @@ def namesakes() -> list[Namesake]:
                  (grpo, verl("vanilla", "grpo", global_batch_info=local)), "global_batch_size",
                  (grpo, verl("vanilla", "grpo")), (0, ROWS)),
         Namesake("dr_grpo, verl", "without loss_scale_factor, divided by the batch's width",
-                 (dr_grpo, verl("vanilla", "dr_grpo", global_batch_info=whole | {"loss_scale_factor": None})),
+                 (dr_grpo, verl("vanilla", "dr_grpo", global_batch_info=WHOLE | {"loss_scale_factor": None})),
                  "loss_scale_factor", (dr_grpo, verl("vanilla", "dr_grpo"))),
         Namesake("GSPO with token corrections, TRL",
                  "a row's weights are averaged; here and in verl each acts on its token",
@@ -608,19 +616,30 @@ def advantage_table() -> list[tuple[str, float]]:
 
 
 def bridge_table() -> list[tuple[str, list[float]]]:
-    """By surrogate the differences of loss and gradient through the bridge to TRL, then to verl: each the largest of
-    the three aggregations."""
+    """By surrogate the differences of loss and gradient through the bridge to TRL, then to verl; then the largest of
+    the three losses to float64's. Each is the largest of the three aggregations.
+
+    Losses are compared as shares of the mean |token loss|: losses of both signs cancel, their roundings do not.
+    """
     import_module("pspo_bridge.verl")  # once verl is loaded
+    exact_batch = {name: values if name == "mask" else values.double() for name, values in BATCH.items()}
     rows = []
     for surrogate in BRIDGED:
         name = f"pspo.{type(surrogate).__name__}"
-        pairs = []
+        columns = []
         for how in VERL_HOW:
             mine = ours(surrogate, how)
-            there = trl(loss_type=how, surrogate=surrogate)
             through_verl = verl(name, how, policy_loss={"arguments": vars(surrogate)})
-            pairs.append([*differences(mine, there), *differences(mine, through_verl)])
-        rows.append((repr(surrogate), [max(column) for column in zip(*pairs, strict=True)]))
+            every = (mine, trl(loss_type=how, surrogate=surrogate), through_verl)
+            losses, gradients = zip(*map(loss_and_gradient, every), strict=True)
+            exact, _ = loss_and_gradient(mine, batch=exact_batch)
+            size, _ = loss_and_gradient(ours(lambda *tensors, surrogate=surrogate: surrogate(*tensors).abs(), how))
+            column = []
+            for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
+                apart = (gradient - gradients[0]).abs().max() / gradient.abs().max()
+                column += [abs(loss - losses[0]) / size, apart.item()]
+            columns.append([*column, max(abs(loss - exact) for loss in losses) / size])
+        rows.append((repr(surrogate), [max(values) for values in zip(*columns, strict=True)]))
     return rows
 
 
@@ -644,7 +663,8 @@ def main() -> int:
         agree = differences(*each.agree, each.agree_bounds or each.bounds)[1]
         worst = max(worst, agree)
         print(f"| {each.name} | {each.there} | {apart:.0%} | {each.settings} | {agree:.1e} |")
-    print("\n| through the bridge | TRL: loss | gradient | verl: loss | gradient |\n|---|---|---|---|---|")
+    print("\n| through the bridge | TRL: loss | gradient | verl: loss | gradient | loss, to float64 |")
+    print("|---|---|---|---|---|---|")
     for name, values in bridge_table():
         worst = max(worst, *values)
         print(f"| `{name}` | {' | '.join(f'{value:.1e}' for value in values)} |")

@@ -342,6 +342,7 @@ MESSAGES = {
     "--algorithm.nucleus replay --rollout.decoder hf": "--algorithm.nucleus",
     "--algorithm.correction token_mask --rollout.engine my.Engine --rollout.lag 1": "--algorithm.correction",
     "--optimizer.name adamw8bit --distributed.strategy fsdp2": "--optimizer.name",
+    "--algorithm.beta 1 --algorithm.reference_every 2 --distributed.strategy fsdp2": "--algorithm.reference_every must",
 }
 
 

@@ -39,6 +39,7 @@ CASES = {
     "minibatches": make_config(PSPO(0.3), "dapo", epochs=2, minibatches=2),
     "sequences, checkpointed": make_config(TOPR(), "grpo", checkpointed=True, epochs=2),
     "KL": make_config(NoClip(), "dr_grpo", epochs=2, minibatches=2, beta=0.1),
+    "named reference": make_config(NoClip(), "dapo", epochs=2, beta=0.1, reference="untied"),
     "bf16": make_config(Clip(), "dapo", autocast="bf16", epochs=2),
     "untied": make_config(P3O(), "grpo", model="untied", epochs=2),
     "corrected": make_config(GMPO(), "grpo", epochs=2, correction="sequence_truncate", correction_cap=1.3),
@@ -104,10 +105,12 @@ def cases(tiny_model, tmp_path_factory) -> dict[str, TrainConfig]:
         settings = {"tie_word_embeddings": name == "tied", "num_hidden_layers": 1 if name == "tied" else 2}
         model = tiny_model("Qwen2", vocab_size=512, initializer_range=0.02, **settings)
         model.save_pretrained(folder / name)
-    return {
-        name: replace(config, model=replace(config.model, name_or_path=str(folder / config.model.name_or_path)))
-        for name, config in CASES.items()
-    }
+    found = {}
+    for name, config in CASES.items():
+        model = replace(config.model, name_or_path=str(folder / config.model.name_or_path))
+        reference = config.algorithm.reference and str(folder / config.algorithm.reference)
+        found[name] = replace(config, model=model, algorithm=replace(config.algorithm, reference=reference))
+    return found
 
 
 @pytest.fixture(scope="module")
