@@ -92,11 +92,6 @@ class Opens(Echo):
         self.closed += 1
 
 
-class ShowsAnImage(Echo):
-    def step(self, text):
-        return "<image>", 0.0, False
-
-
 @pytest.fixture(scope="module")
 def policy():
     return load_policy(ModelConfig(), torch.device("cpu"))
@@ -279,6 +274,8 @@ def sums(tmp_path):
 
 
 def test_tools_arrive_by_the_template_that_is_meant_for_them(tokenizer, sums):
+    with pytest.raises(ValueError, match=r"^the chat template leaves the environment.s tools out .* --data"):
+        load_prompts(sums, tokenizer, "test", make_environment=ToolCalculator)
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": QWEN3.read_text()}
     (ids,) = load_prompts(sums, tokenizer, "test", make_environment=ToolCalculator).ids
     assert '"name": "calculate"' in tokenizer.decode(ids)
@@ -509,10 +506,11 @@ def test_a_reset_that_gives_two_prompts_is_refused(tokenizer, sampling, sums, mo
         sampler.draw(prompts, 2, How(sampling))
 
 
-def test_an_observation_with_a_token_that_the_model_does_not_have_is_refused(tokenizer, sampling):
+def test_an_observation_with_a_token_that_the_model_does_not_have_is_refused(tokenizer, sampling, monkeypatch):
+    monkeypatch.setattr(Echo, "step", lambda *_: ("<image>", 0.0, False))
     tokenizer.add_tokens("<image>")
     with pytest.raises(ValueError, match=r"do not include '<image>' \(id 559\): resize the model"):
-        play(tokenizer, sampling, ["7|"], ["8|"], group_size=1, environment=ShowsAnImage)
+        play(tokenizer, sampling, ["7|"], ["8|"], group_size=1)
 
 
 def test_rewards_are_the_functions_of_the_last_turn_plus_the_environments(policy, tokenizer, sampling):
@@ -567,8 +565,3 @@ def test_a_run_and_evaluations_with_a_calculator(here):
 )  # fmt: skip
 def test_the_calculator_knows_numbers_and_four_signs(expression, value):
     assert calculate(expression) == value
-
-
-def test_tools_that_the_template_leaves_out_are_refused(tokenizer, sums):
-    with pytest.raises(ValueError, match=r"^the chat template leaves the environment.s tools out .* --data"):
-        load_prompts(sums, tokenizer, "test", make_environment=ToolCalculator)

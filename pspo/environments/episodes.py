@@ -17,11 +17,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from pspo.environments.tools import CALL_ID, parse_calls, tool_call
+from pspo.environments.tools import CALL_ID, WORDS, parse_calls, tool_call
 from pspo.errors import RewardError
 from pspo.model.chat import encode, render_prompts, special_pattern
 from pspo.model.find import check_token_ids
-from pspo.rollout import How, Prompts, Rollout, Sampler, Sampling
+from pspo.rollout import How, Prompts, Rollout, Sampler, left_pad
 from pspo.rollout.sampler import completion_texts
 from pspo.tasks import Problem
 from pspo.tasks.environment import Environment, MakeEnvironment, open_environment, reset_environment
@@ -39,6 +39,7 @@ class Episode:
     prompt_ids: list[int]
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)  # by token: drawn by the model, not observed
+    n_turns: int = 0  # of the model
     text: str = ""  # the model's last turn
     reward: float = 0.0
     terminated: bool = False  # by the environment, within the limits
@@ -59,6 +60,7 @@ class EnvironmentSampler:
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
         """Play ``group_size`` episodes of each problem, turn by turn; `Environment.reset` gave the encoded prompts."""
+        limit = how.sampling.max_completion_tokens
         with contextlib.ExitStack() as stack:
             episodes = []
             for i, problem in enumerate(prompts.problems):
@@ -66,59 +68,65 @@ class EnvironmentSampler:
                     environment = open_environment(self.make_environment, stack)
                     reset_environment(environment, problem, prompts.texts[i] if prompts.texts else None)
                     episodes.append(Episode(environment, problem, prompts.ids[i]))
-            max_turns = getattr(episodes[0].environment, "max_turns", MAX_TURNS)
-            first_turns = self.turns.draw(prompts, group_size, how)
-            live = self.play(episodes, first_turns, how.sampling, is_last=max_turns == 1)
-            for turn in range(2, max_turns + 1):
-                if not live:
-                    break
-                room = how.sampling.max_completion_tokens - min(len(episode.ids) for episode in live)
-                shorter = replace(how, sampling=replace(how.sampling, max_completion_tokens=room))
+            live = episodes
+            turns = self.turns.draw(prompts, group_size, how)
+            while live := [each for row, each in enumerate(live) if self.play_turn(each, turns, row, limit)]:
                 contexts = [episode.prompt_ids + episode.ids for episode in live]
                 check_token_ids(self.model_config, self.tokenizer, contexts)  # an observation may hold any token
+                room = limit - min(len(episode.ids) for episode in live)
+                shorter = replace(how, sampling=replace(how.sampling, max_completion_tokens=room))
                 turns = self.turns.draw(Prompts([episode.problem for episode in live], contexts), 1, shorter)
-                live = self.play(live, turns, how.sampling, is_last=turn == max_turns)
-        return episodes_to_rollout(first_turns, episodes, how.sampling.pad_id)
+        return episodes_to_rollout(episodes, how.sampling.pad_id)
 
-    def play(self, episodes: list[Episode], rollout: Rollout, sampling: Sampling, is_last: bool) -> list[Episode]:
-        """Append the turns drawn, and observations; returns the episodes with room for another turn."""
-        limit = sampling.max_completion_tokens
-        live = []
-        for i, episode in enumerate(episodes):
-            ids = rollout.completion_ids[i][rollout.completion_mask[i]].tolist()
-            text = rollout.texts[i]
-            is_ended = bool(rollout.terminated[i])
-            room = limit - len(episode.ids)
-            if len(ids) > room:  # another row had more
-                ids = ids[:room]
-                is_ended = False
-                context = episode.prompt_ids + episode.ids
-                (text,) = completion_texts(self.tokenizer, [context], [ids], sampling.stop_ids)
-            episode.extend(ids, sampled=True)
-            observation, is_done = self.step(episode, text)
-            episode.terminated = is_ended and is_done
-            if is_done or is_last or not is_ended:
-                continue
-            role = getattr(episode.environment, "role", "user")
-            tools = getattr(episode.environment, "tools", None)
-            observed = observation_ids(self.tokenizer, observation, ids[-1], role, tools)
-            if len(episode.ids) + len(observed) < limit:
-                episode.extend(observed, sampled=False)
-                live.append(episode)
-        return live
-
-    def step(self, episode: Episode, text: str) -> tuple[str, bool]:
-        """Give a turn of the model to the environment; returns the observation, and whether the episode is over."""
+    def play_turn(self, episode: Episode, turns: Rollout, row: int, limit: int) -> bool:
+        """Append a row of the turns drawn, and the observation; returns whether the model is to answer that."""
         environment = episode.environment
+        ids = turns.completion_ids[row][turns.completion_mask[row]].tolist()
+        text = turns.texts[row]
+        is_ended = bool(turns.terminated[row])
+        room = limit - len(episode.ids)
+        if len(ids) > room:  # another row had more
+            ids = ids[:room]
+            is_ended = False
+            (text,) = completion_texts(self.tokenizer, [episode.prompt_ids + episode.ids], [ids], stop_ids=())
+        episode.extend(ids, sampled=True)
+        episode.n_turns += 1
+        episode.text = text
+
         calls = [parse_calls(self.tokenizer, text, environment.tools)] if hasattr(environment, "tools") else []
         observation, reward, is_done = environment.step(text, *calls)
         number = finite_number(reward)
         if number is None:
             what = f"{type(environment).__name__}.step returned {reprlib.repr(reward)} as reward"
             raise RewardError(f"{what}; it must be a finite number")
-        episode.text = text
         episode.reward += number
-        return observation, bool(is_done)
+        episode.terminated = bool(is_done) and is_ended
+        if is_done or not is_ended or episode.n_turns == getattr(environment, "max_turns", MAX_TURNS):
+            return False
+
+        role = getattr(environment, "role", "user")
+        observed = observation_ids(self.tokenizer, observation, ids[-1], role, getattr(environment, "tools", None))
+        if len(episode.ids) + len(observed) >= limit:
+            return False
+        episode.extend(observed, sampled=False)
+        return True
+
+
+def text_after_turn(tokenizer: PreTrainedTokenizerBase, text: str, role: str, tools: list[Any] | None) -> str:
+    """What the template writes behind a turn of the model, if the text as the role's turn follows."""
+    asked = {"role": "user", "content": "-"}
+    turn = {"role": role, "content": text}
+    try:
+        (rendered,) = render_prompts(tokenizer, [[asked, {"role": "assistant", "content": WORDS}, turn]], "", tools)
+        return rendered.partition(WORDS)[2]
+    except ValueError:
+        if role != "tool":
+            raise
+    call = tool_call("a_tool", {"an_argument": WORDS})  # before a tool's turn, as some templates demand
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    turn |= {"name": "a_tool", "tool_call_id": CALL_ID}
+    (rendered,) = render_prompts(tokenizer, [[asked, calling, turn]], "", tools)
+    return rendered[special_pattern(tokenizer).search(rendered, rendered.index(WORDS)).start() :]
 
 
 def observation_ids(
@@ -128,35 +136,21 @@ def observation_ids(
 
     If the model's last token, ``after``, is the end token of its turn, the template's copy of it is dropped.
     """
-    words = "\ufdd2"  # of the model; also itself in JSON
-    call = tool_call("a_tool", {"an_argument": words})
-    tails = []  # behind the model's words
-    for content in ("@@", text):  # which also stands for itself in JSON
-        chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": words}]
-        turn = {"role": role, "content": content}
-        try:
-            (rendered,) = render_prompts(tokenizer, [[*chat, turn]], "", tools)
-            tails.append(rendered.partition(words)[2])
-        except ValueError:
-            if role != "tool":
-                raise
-            chat[1] = {"role": "assistant", "content": "", "tool_calls": [call]}  # as some templates demand
-            turn |= {"name": "a_tool", "tool_call_id": CALL_ID}
-            (rendered,) = render_prompts(tokenizer, [[*chat, turn]], "", tools)
-            end = special_pattern(tokenizer).search(rendered, rendered.index(words))
-            tails.append(rendered[end.start() :])
-    before, ids = encode(tokenizer, [tails[0].partition("@@")[0], tails[1]])
+    start = text_after_turn(tokenizer, "@@", role, tools).partition("@@")[0]  # which also stands for itself in JSON
+    before, ids = encode(tokenizer, [start, text_after_turn(tokenizer, text, role, tools)])
     is_end_token = after in before and after in tokenizer.added_tokens_decoder
     return ids[ids.index(after) + 1 :] if is_end_token else ids
 
 
-def episodes_to_rollout(first_turns: Rollout, episodes: list[Episode], pad_id: int) -> Rollout:
-    """A row for each episode; the rollout of the first turns has their prompts."""
+def episodes_to_rollout(episodes: list[Episode], pad_id: int) -> Rollout:
+    """A row for each episode."""
+    prompt_ids, prompt_mask = left_pad([episode.prompt_ids for episode in episodes], pad_id)
     ids = [torch.tensor(episode.ids) for episode in episodes]
     sampled = [torch.tensor(episode.sampled, dtype=torch.int64) for episode in episodes]
     sampled = pad_sequence(sampled, batch_first=True, padding_value=-1)  # (B, T), -1 after the end
-    return replace(
-        first_turns,
+    return Rollout(
+        prompt_ids,
+        prompt_mask,
         completion_ids=pad_sequence(ids, batch_first=True, padding_value=pad_id),
         completion_mask=sampled >= 0,
         terminated=torch.tensor([episode.terminated for episode in episodes]),

@@ -15,8 +15,8 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -26,12 +26,15 @@ from pspo.tasks.answers import after_thoughts
 from pspo.tasks.environment import MakeEnvironment, open_environment
 
 Call = tuple[str, dict[str, Any]]  # a tool's name, and its arguments
+Schemas = dict[str, dict[str, Any]]  # JSON schemas of arguments, by tool and argument
 CALL_ID = "call00000"  # nine letters and digits, as Mistral's templates demand
 MAX_CALLS = 100  # in a turn: each that is refused costs a pass over the turn
 SEPARATOR = re.compile(r"[\s;,]*+")  # of JSON objects, such as Llama 3's calls
 TOOL = r"\s*+(?P<tool>[\w.:/-]{1,200}+)"
 KEY = r"(?P<key>[\w.-]{1,200}+)"
-WORDS = "\ufdd2"  # of the model
+PARAMETER = rf"\s*+(?:<parameter={KEY}>\n?(?P<value>.*?)\n?</parameter>|(?P<close></function>))"
+ARG_KEY = rf"\s*+(?:<arg_key>{KEY}</arg_key>\s*+<arg_value>(?P<value>.*?)</arg_value>|(?P<close></tool_call>))"
+WORDS = "\ufdd2"  # of the model; also itself in JSON
 PROBE = ("a_tool", {"an_argument": "a_value", "another_one": "other_value"})
 JSON_WORDS = {"true": True, "false": False, "null": None}
 NOT_PYTHON = (ValueError, SyntaxError, AttributeError, TypeError, RecursionError, MemoryError)
@@ -41,84 +44,6 @@ FAMILIES = {  # by what their templates write
     "[TOOL_CALLS]": "Mistral", "<parameter=": "Qwen3-Coder", "<arg_key>": "GLM 4.5", "<|tool_call|>": "Phi-4",
     "<invoke": "MiniMax M2", "<|START_ACTION|>": "Command A", "<|python_tag|>": "Llama 3", "<tool_call>": "Hermes",
 }  # fmt: skip
-
-
-class CallForm(NamedTuple):
-    """How chat templates write calls."""
-
-    head: str  # pattern of what stands before a call's JSON or first argument; `tool` is in it of all but objects
-    arguments: str = ""  # of objects, the key of the arguments
-    argument: str = ""  # of tagged calls, pattern of an argument with its `key` and `value`
-    close: str = ""  # of tagged calls, what follows the last argument
-
-
-PYTHONIC = CallForm(r"\[(?=\s*+[\w.]++\()")
-FORMS = (  # objects are not here: what stands before them is read from the template
-    CallForm(rf"\[TOOL_CALLS\]{TOOL}(?:\[CALL_ID\]\w++)?\[ARGS\]"),
-    CallForm(rf"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?{TOOL}(?:\s*+```json|<｜tool▁sep｜>)"),
-    CallForm(rf"<function={TOOL}>", "", rf"\s*+<parameter={KEY}>\n?(?P<value>.*?)\n?</parameter>", "</function>"),
-    CallForm(
-        rf"<tool_call>{TOOL}", "", rf"\s*+<arg_key>{KEY}</arg_key>\s*+<arg_value>(?P<value>.*?)</arg_value>",
-        "</tool_call>",
-    ),
-    PYTHONIC,
-)  # fmt: skip
-
-
-def parse_calls(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any] | None = None) -> list[Call]:
-    """The calls in a turn of the model, after its thoughts; what is no call in the template's form is skipped."""
-    text = after_thoughts(text)
-    try:  # the tokenizer's own response template, which refuses a turn with one bad call, or is not there
-        objects = tokenizer.parse_response(text, prefix="", tools=tools)["tool_calls"]
-        return [call for each in objects for call in object_calls(each, "arguments")]
-    except Exception:
-        form = call_form(tokenizer, str(tokenizer.chat_template))
-        return [] if form is None else list(read_calls(text, form, tools))
-
-
-def read_calls(text: str, form: CallForm, tools: list[Any] | None) -> Iterator[Call]:
-    """Yield the calls of a form in a text."""
-    if form is PYTHONIC:
-        yield from read_pythonic(text)
-        return
-    schemas = argument_schemas(tools) if form.argument else {}
-    end = 0
-    for _ in range(MAX_CALLS):
-        match = re.compile(form.head).search(text, end)
-        if match is None:
-            break
-        if form.argument:
-            arguments, end = read_tagged(text, match.end(), form, schemas.get(match["tool"], {}))
-            if text.startswith(form.close, SEPARATOR.match(text, end).end()):
-                yield match["tool"], arguments
-            continue
-        values, end = read_json(text, match.end())
-        if form.arguments:
-            yield from (call for value in values for call in object_calls(value, form.arguments))
-        elif values and isinstance(values[0], dict):
-            yield match["tool"], values[0]
-
-
-def read_json(text: str, start: int) -> tuple[list[Any], int]:
-    """The JSON values that begin here, those of a list one by one; and where the last one ends."""
-    values = []
-    with contextlib.suppress(ValueError, RecursionError):
-        while True:
-            value, start = json.JSONDecoder().raw_decode(text, SEPARATOR.match(text, start).end())
-            values += value if isinstance(value, list) else [value]
-    return values, start
-
-
-def object_calls(value: Any, key: str) -> list[Call]:
-    """The call, if there is one, in a JSON object or in its "function"; arguments may be a text that is JSON."""
-    value = value.get("function", value) if isinstance(value, dict) else None
-    if not isinstance(value, dict):
-        return []
-    arguments = value.get(key)
-    if isinstance(arguments, str):
-        arguments = next(iter(read_json(arguments, 0)[0]), None)
-    is_call = isinstance(value.get("name"), str) and isinstance(arguments, dict)
-    return [(value["name"], arguments)] if is_call else []
 
 
 class JsonWords(ast.NodeTransformer):
@@ -131,43 +56,118 @@ def read_literal(tree: ast.AST) -> Any:
     return ast.literal_eval(JsonWords().visit(tree))
 
 
-def read_tagged(text: str, start: int, form: CallForm, schemas: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Arguments between tags, and where they end: texts where their schema has texts, else literals if they are."""
+def read_json(text: str, start: int) -> tuple[list[Any], int]:
+    """The JSON values that begin here, those of a list one by one; and where the last one ends."""
+    values = []
+    with contextlib.suppress(ValueError, RecursionError):
+        while True:
+            value, start = json.JSONDecoder().raw_decode(text, SEPARATOR.match(text, start).end())
+            values += value if isinstance(value, list) else [value]
+    return values, start
+
+
+def read_objects(head: re.Match, schemas: Schemas) -> tuple[list[Any], int]:
+    """Calls as JSON objects; or, behind a head with the tool's name, arguments as one."""
+    values, end = read_json(head.string, head.end())
+    if "tool" in head.re.groupindex:
+        values = [{"name": head["tool"], "arguments": value} for value in values[:1]]
+    return values, end
+
+
+def read_tagged(argument: str, head: re.Match, schemas: Schemas) -> tuple[list[Any], int]:
+    """Arguments between tags: texts where their schema has texts, else literals if they are."""
+    end = head.end()
     arguments = {}
-    pattern = re.compile(form.argument, re.DOTALL)
-    while (match := pattern.match(text, start)) is not None:
+    while (match := re.compile(argument, re.DOTALL).match(head.string, end)) is not None:
+        end = match.end()
+        if match["close"]:
+            return [{"name": head["tool"], "arguments": arguments}], end
         value = match["value"]
-        if not takes_text(schemas.get(match["key"], {})):
+        if not takes_text(schemas.get(head["tool"], {}).get(match["key"], {})):
             with contextlib.suppress(*NOT_PYTHON):
                 value = read_literal(ast.parse(value.strip(), mode="eval"))
         arguments[match["key"]] = value
-        start = match.end()
-    return arguments, start
+    return [], end
 
 
-def read_pythonic(text: str) -> Iterator[Call]:
-    """Yield calls that are written as a list of Python's, with keyword arguments."""
-    start = re.search(PYTHONIC.head, text)
-    source = text[start.start() : text.rfind("]") + 1] if start else ""
-    calls = []
+def read_pythonic(head: re.Match, schemas: Schemas) -> tuple[list[Any], int]:
+    """A list of Python's calls with keyword arguments, up to the last bracket of the text."""
+    text = head.string
+    source = text[head.start() : text.rfind("]") + 1]
+    nodes = []
     for written in (source, source.replace("\n", "\\n")):  # some templates write line breaks of texts as they are
         with warnings.catch_warnings(action="ignore"), contextlib.suppress(*NOT_PYTHON):  # of unknown escapes
-            calls = calls or ast.parse(written, mode="eval").body.elts
-    for call in calls:
+            nodes = nodes or ast.parse(written, mode="eval").body.elts
+    calls = []
+    for node in nodes:
         with contextlib.suppress(*NOT_PYTHON):
-            values = {each.arg: read_literal(each.value) for each in call.keywords}
-            if not call.args:
-                yield ast.unparse(call.func), values
+            arguments = {keyword.arg: read_literal(keyword.value) for keyword in node.keywords}
+            if not node.args:
+                calls.append({"name": ast.unparse(node.func), "arguments": arguments})
+    return calls, len(text)
 
 
-def argument_schemas(tools: list[Any] | None) -> dict[str, dict[str, Any]]:
-    """JSON schemas by tool and argument, of tools that are functions or such schemas."""
-    found = {}
+class Form(NamedTuple):
+    """How chat templates write calls."""
+
+    head: str  # pattern of what stands before a call, or before its arguments if it has the tool's name
+    read: Callable[[re.Match, Schemas], tuple[list[Any], int]]  # calls behind a head, as objects, and where they end
+    key: str = "arguments"  # of the arguments in these objects
+
+
+FORMS = (  # and objects, before which stands what a template has there
+    Form(rf"\[TOOL_CALLS\]{TOOL}(?:\[CALL_ID\]\w++)?\[ARGS\]", read_objects),
+    Form(rf"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?{TOOL}(?:\s*+```json|<｜tool▁sep｜>)", read_objects),
+    Form(rf"<function={TOOL}>", partial(read_tagged, PARAMETER)),
+    Form(rf"<tool_call>{TOOL}", partial(read_tagged, ARG_KEY)),
+    Form(r"\[(?=\s*+[\w.]++\()", read_pythonic),
+)
+
+
+def read_calls(text: str, form: Form, schemas: Schemas) -> list[Call]:
+    """The calls of a form in a text."""
+    calls = []
+    end = 0
+    for _ in range(MAX_CALLS):
+        head = re.compile(form.head).search(text, end)
+        if head is None:
+            break
+        values, end = form.read(head, schemas)
+        calls += [call for value in values for call in object_calls(value, form.key)]
+    return calls
+
+
+def object_calls(value: Any, key: str) -> list[Call]:
+    """The call, if there is one, in an object or in its "function"; arguments may be a text that is JSON."""
+    value = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return []
+    arguments = value.get(key)
+    if isinstance(arguments, str):
+        arguments = next(iter(read_json(arguments, 0)[0]), None)
+    is_call = isinstance(value.get("name"), str) and isinstance(arguments, dict)
+    return [(value["name"], arguments)] if is_call else []
+
+
+def parse_calls(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any] | None = None) -> list[Call]:
+    """The calls in a turn of the model, after its thoughts; what is no call in the template's form is skipped."""
+    text = after_thoughts(text)
+    try:  # the tokenizer's own response template, which refuses a turn with one bad call, or is not there
+        objects = tokenizer.parse_response(text, prefix="", tools=tools)["tool_calls"]
+        return [call for each in objects for call in object_calls(each, "arguments")]
+    except Exception:
+        form = call_form(tokenizer, str(tokenizer.chat_template))
+        return [] if form is None else read_calls(text, form, argument_schemas(tools))
+
+
+def argument_schemas(tools: list[Any] | None) -> Schemas:
+    """Schemas of tools that are functions or JSON schemas."""
+    schemas = {}
     for tool in tools or []:
         schema = tool if isinstance(tool, dict) else get_json_schema(tool)
         schema = schema.get("function", schema)
-        found[schema["name"]] = (schema.get("parameters") or {}).get("properties") or {}
-    return found
+        schemas[schema["name"]] = (schema.get("parameters") or {}).get("properties") or {}
+    return schemas
 
 
 def takes_text(schema: dict[str, Any]) -> bool:
@@ -200,7 +200,7 @@ def write_calls(tokenizer: PreTrainedTokenizerBase, calls: list[Call]) -> str:
 
 
 @lru_cache(maxsize=1)
-def call_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallForm | None:
+def call_form(tokenizer: PreTrainedTokenizerBase, template: str) -> Form | None:
     """The form of calls in the tokenizer's chat template, this text; None if it is none of those that are read."""
     try:
         written = write_calls(tokenizer, [PROBE])
@@ -208,8 +208,8 @@ def call_form(tokenizer: PreTrainedTokenizerBase, template: str) -> CallForm | N
         return None
     opening = written.partition("{")[0].rstrip("[ \n").split()[-1:]
     head = re.escape(opening[0]) if opening else r"\A\s*+(?:<\|python_tag\|>)?"  # Llama 3.1's token, in no template
-    objects = (CallForm(head, key) for key in ("arguments", "parameters"))
-    return next((form for form in (*objects, *FORMS) if [*read_calls(written, form, None)] == [PROBE]), None)
+    objects = (Form(head, read_objects, key) for key in ("arguments", "parameters"))
+    return next((form for form in (*objects, *FORMS) if read_calls(written, form, {}) == [PROBE]), None)
 
 
 def check_calls(tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment) -> None:
