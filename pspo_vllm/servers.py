@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -45,6 +46,8 @@ class Servers:
 
     def check(self) -> None:
         """Raise ValueError unless every server answers, and runs a version of vLLM that this file was tested with."""
+        if not self.urls:
+            raise ValueError("--rollout.engine pspo_vllm.Servers: urls is empty: name the servers that draw")
         for url in self.urls:
             try:
                 version = str(self.call(url, "/version").get("version"))
@@ -67,38 +70,27 @@ class Servers:
         name = f"{self.run_name}-{version}"
         if name == self.version:
             return
-        failures: list[str] = []
-
-        def call_all(action: Callable[[str], Any]) -> None:
-            if dist.is_main() and not failures:
+        failure = None
+        for path, body in push_requests(policy, name):
+            if dist.is_main() and failure is None:
                 try:
-                    self.threads.map(action, self.urls)
+                    self.threads.map(partial(self.update, path=path, body=body), self.urls)
                 except EngineError as error:
-                    failures.append(str(error))
-
-        def finish(url: str) -> None:
-            self.call(url, "/finish_weight_update", {})
-            self.call(url, "/update_weight_version", {"new_version": name})
-            self.call(url, "/resume", {})
-
-        call_all(self.start_update)
-        for tensors in chunks(weights_of_files(policy)):
-            file = b64encode(safetensors.torch.save(tensors)).decode() if dist.is_main() else ""
-            body = {"update_info": {"safetensors": file}}
-            call_all(lambda url, body=body: self.call(url, "/update_weights", body))
-        call_all(finish)
-        if failures := dist.gather_objects(failures)[0]:
-            raise EngineError(failures[0])
+                    failure = str(error)
+        failure = dist.gather_objects(failure)[0]
+        if failure is not None:
+            raise EngineError(failure)
         self.version = name
 
-    def start_update(self, url: str) -> None:
-        """Wait until all is drawn that was asked for, empty the caches, and begin to take weights."""
-        self.call(url, "/pause?mode=wait", {})
+    def update(self, url: str, path: str, body: dict[str, Any]) -> None:
+        """`call` for a push; an update that a killed trainer left unfinished is finished first."""
         try:
-            self.call(url, "/start_weight_update", {})
-        except EngineError:  # a trainer was killed while it pushed
+            self.call(url, path, body)
+        except EngineError:
+            if path != "/start_weight_update":
+                raise
             self.call(url, "/finish_weight_update", {})
-            self.call(url, "/start_weight_update", {})
+            self.call(url, path, body)
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
         """Ask for all completions; every prompt has a seed from torch's global generator."""
@@ -143,6 +135,18 @@ class Servers:
             raise EngineError(f"{url} does not answer {path} ({type(error).__name__})") from error
         fix = ": start it by pspo serve" if answer.status_code == 404 else ""
         raise EngineError(f"{url} answers {path} by {answer.status_code} {answer.text[:200]}{fix}")
+
+
+def push_requests(policy: transformers.PreTrainedModel, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The requests, path and body, by which a server takes weights of this name; on all ranks, which gather them."""
+    yield "/pause?mode=wait", {}  # until all that was asked for is drawn; empties the caches
+    yield "/start_weight_update", {}
+    for tensors in chunks(weights_of_files(policy)):
+        file = b64encode(safetensors.torch.save(tensors)).decode() if dist.is_main() else ""
+        yield "/update_weights", {"update_info": {"safetensors": file}}
+    yield "/finish_weight_update", {}
+    yield "/update_weight_version", {"new_version": name}
+    yield "/resume", {}
 
 
 def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

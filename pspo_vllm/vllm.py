@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -215,7 +215,8 @@ def serve(connection: Connection) -> None:
         while True:
             request = connection.recv()
             if request == "push":
-                runner.reload_weights(weights_iterator=received_weights(connection))
+                weights = (safetensors.torch.load(file).items() for file in iter(connection.recv, None))
+                runner.reload_weights(weights_iterator=chain.from_iterable(weights))
                 llm.reset_prefix_cache()
                 connection.send("pushed")
             else:
@@ -260,9 +261,3 @@ def draw(llm: Any, prompts: list[list[int]], params: list[dict[str, Any]]) -> li
             pairs = zip(completion.logprobs, ids, strict=True)
             rows.append((ids, [token_logprobs[token].logprob for token_logprobs, token in pairs]))
     return rows
-
-
-def received_weights(connection: Connection) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors, as `VLLM.push` sends them."""
-    while (file := connection.recv()) is not None:
-        yield from safetensors.torch.load(file).items()

@@ -18,7 +18,7 @@ from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig, TrainConfig
 from pspo.model import load_policy
 from pspo.rollout import Sampling
-from pspo.rollout.engine import EngineError
+from pspo.rollout.engine import EngineError, find_engine
 from pspo_vllm.servers import Servers
 from pspo_vllm.vllm import weights_of_files
 
@@ -87,14 +87,8 @@ class Routes(BaseHTTPRequestHandler):
         ids = [seed % 1000, index, *range(seed % 3)]
         versions = [{"version": version, "start": 0, "end": len(ids)} for version in self.server.version.split("+")]
         logprobs = {"content": [{"token_id": token, "logprob": -token / 8} for token in ids]}
-        reason = self.server.finish_reason
-        return {
-            "index": index,
-            "token_ids": ids,
-            "logprobs": logprobs,
-            "weight_versions": versions,
-            "finish_reason": reason,
-        }
+        choice = {"index": index, "token_ids": ids, "finish_reason": self.server.finish_reason}
+        return choice | {"logprobs": logprobs, "weight_versions": versions}
 
     def log_message(self, *_: object) -> None: ...
 
@@ -160,6 +154,11 @@ def test_what_is_pushed_to_servers_are_the_weights_of_files(servers, policy, mon
     with engine_of(servers) as other:
         other.push(policy, 3)  # another process's third version may be another one
         assert engine.version != other.version == servers[0].version
+
+
+def test_no_servers_are_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match=r"^--rollout.engine pspo_vllm.Servers: urls is empty"):
+        find_engine({"class_path": "pspo_vllm.Servers", "init_args": {"urls": []}})
 
 
 def die(path: str) -> None:
