@@ -81,12 +81,13 @@ ADDS_TEXTS = """{% for m in messages %}{{ '<|im_start|>' + m.role + (m.content o
 
 
 def test_a_special_token_of_the_template_that_must_stand_alone_is_left_as_it_is(tokenizer):
-    tokenizer.add_tokens([AddedToken("<|mask|>", single_word=True, special=True)], special_tokens=True)
-    mask, end = tokenizer.convert_tokens_to_ids(["<|mask|>", "<|im_end|>"])
-    tokenizer.chat_template = "x<|mask|>y <|mask|> {{ messages[0].content }}<|im_end|>"
-    (ids,) = encode_prompts(tokenizer, ["a<|mask|>b <|mask|> <|im_end|>"], "")
-    assert tokenizer.decode(ids) == "x<|mask|>y <|mask|> a< |mask|>b < |mask|> < |im_end|><|im_end|>"
-    assert (ids.count(mask), ids.count(end)) == (1, 1)
+    tokens = [AddedToken("<|mask|>", single_word=True, special=True), AddedToken("~", special=True)]
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    specials = tokenizer.convert_tokens_to_ids(["<|mask|>", "<|im_end|>", "~"])
+    tokenizer.chat_template = "x<|mask|>y <|mask|> ~ {{ messages[0].content }}<|im_end|>"
+    (ids,) = encode_prompts(tokenizer, ["a<|mask|>b~c <|mask|> <|im_end|>"], "")  # one character cannot be broken
+    assert tokenizer.decode(ids) == "x<|mask|>y <|mask|> ~ a< |mask|>b  c < |mask|> < |im_end|><|im_end|>"
+    assert [ids.count(token) for token in specials] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("template", [TAKES_LISTS, ADDS_TEXTS, QWEN3.read_text()])

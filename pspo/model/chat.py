@@ -39,18 +39,10 @@ def render_prompts(
             template = CLOCK + template
         takes_parts = PARTS.search(template) is not None
         special = special_pattern(tokenizer)
-        texts = []
-        for chat in chats:
-            chat = break_special_tokens(special, [join_parts(turn, takes_parts) for turn in chat])
-            text = tokenizer.apply_chat_template(
-                chat,
-                chat_template=template,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-            texts.append(text)
-        return texts
+        chats = [break_special_tokens(special, [join_parts(turn, takes_parts) for turn in chat]) for chat in chats]
+        return tokenizer.apply_chat_template(
+            chats, chat_template=template, tools=tools, tokenize=False, add_generation_prompt=True
+        )
     except Exception as error:  # a template is a program that comes with the model
         fix = "if it knows no system turn, set --data.system_prompt ''; --data.chat_template brings another template"
         raise ValueError(f"the chat template of {tokenizer.name_or_path} failed ({error}); {fix}") from error
@@ -67,7 +59,8 @@ def join_parts(turn: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
 def break_special_tokens(special: re.Pattern, value: Any) -> Any:
     """Put a blank after the first character of each special token, in a text or in all texts of a chat."""
     if isinstance(value, str):
-        return special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", value)
+        broken = special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", value)
+        return special.sub(" ", broken)  # a token of one character
     if isinstance(value, list):
         return [break_special_tokens(special, part) for part in value]
     if isinstance(value, dict):
