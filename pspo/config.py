@@ -132,8 +132,12 @@ class DataConfig(Section, name="data"):
         object.__setattr__(self, "columns", {"prompt": "prompt", "answer": "answer"} | self.columns)
         if self.name == "arithmetic" and self.path is not None:
             object.__setattr__(self, "name", "file")
-        rule = "must have no keys but config, revision and splits"
-        require(self.hub.keys() <= {"config", "revision", "splits"}, "data.hub", rule, self.hub)
+        for name, given, known in (
+            ("hub", self.hub, ("config", "revision", "splits")),
+            ("hub.splits", self.hub.get("splits", {}), ("train", "validation", "test")),
+            ("columns", self.columns, ("prompt", "answer")),
+        ):
+            require({*given} <= {*known}, f"data.{name}", f"must have no keys but {', '.join(known)}", given)
 
     @property
     def numeric(self) -> bool:

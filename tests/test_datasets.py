@@ -167,9 +167,10 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path):
     (tmp_path / "one/cache-1.arrow").write_bytes((tmp_path / "one/data-00000-of-00001.arrow").read_bytes())
     assert sorted(answers(load_problems("file", "test", tmp_path / "one", answer_kind="text"))) == golds
     datasets.DatasetDict(train=table, test=table.select([1, 3])).save_to_disk(tmp_path / "two")
-    assert answers(load_problems("file", "test", tmp_path / "two", answer_kind="text")) == ["yes", "yes"]
-    train, validation = (load_problems("file", split, tmp_path / "two", answer_kind="text") for split in SPLITS[:2])
-    assert sorted(answers(train + validation)) == golds
+    train, validation, test = (load_problems("file", split, tmp_path / "two", answer_kind="text") for split in SPLITS)
+    assert (sorted(answers(train + validation)), answers(test)) == (golds, ["yes", "yes"])
+    write_jsonl(tmp_path / "two/validation.jsonl", numbered(1))  # a user's, beside them
+    assert answers(load_problems("file", "validation", tmp_path / "two", answer_kind="text")) == ["0"]
     table.to_parquet(tmp_path / "own.parquet")
     problems = load_problems("file", "test", tmp_path / "own.parquet", answer_kind="text")
     assert answers(problems) == ["no", "yes"] * 20
@@ -204,7 +205,9 @@ def test_the_many_decide_the_kind_of_answers(tmp_path, monkeypatch, n_numbers, k
     if kind is None:  # of a set of the hub, too
         assert len(load_problems("me/cities", "test")) == n_numbers
     else:
-        with pytest.raises(ValueError, match=counts if n_numbers else "none of 200 test problems has a numeric answer"):
+        with pytest.raises(
+            ValueError, match=counts if n_numbers else "test: none of 200 problems has a numeric answer"
+        ):
             load_problems("me/cities", "test")
 
 
@@ -321,6 +324,11 @@ def test_any_set_of_the_hub(monkeypatch):
     assert sorted(int(p.prompt[:-1]) for p in train + validation) == list(range(40))
     with pytest.raises(ValueError, match=r"has no test split, only train; .*--data\.hub"):
         load_problems("me/cities", "test", hub={"splits": {"train": "unsupervised"}}, **columns)
+    with pytest.raises(ValueError, match=r"--data\.hub: me/cities has no split 'dev_sft', only train_sft, test_sft"):
+        load_problems("me/cities", "train", hub={"splits": {"train": "train_sft", "validation": "dev_sft"}}, **columns)
+    for mistyped in ({"columns": {"anwser": "a"}}, {"hub": {"splits": {"valid": "test_sft"}}}):
+        with pytest.raises(ValueError, match=r"^--data\.(columns|hub\.splits) must have no keys but .*, got"):
+            DataConfig(**mistyped)
     cities |= tables(eval_numbers=[{"prompt": "2?", "answer": 2.0}, {"prompt": "?", "answer": None}])
     assert answers(load_problems("me/cities", "test", hub={"splits": {"test": "eval_numbers"}})) == [2]
 
@@ -329,7 +337,7 @@ def test_answers_of_every_kind(tmp_path, capsys):
     golds = ["Paris", "  New\tYork ", None, "", 7, "NA"]
     path = write_jsonl(tmp_path / "own.jsonl", [{"prompt": f"{n}", "answer": gold} for n, gold in enumerate(golds)])
     assert answers(load_problems("file", "test", path, answer_kind="text")) == ["Paris", "New\tYork", "7", "NA"]
-    assert capsys.readouterr().out == "file test: 4 of 6 problems have an answer\n"
+    assert capsys.readouterr().out == f"{path} test: 4 of 6 problems have an answer\n"
     for column in ("answer", "anything"):  # which need not be there
         problems = load_problems("file", "test", path, answer_kind="none", columns={"answer": column})
         assert answers(problems) == [None] * 6
@@ -406,7 +414,11 @@ def test_chats_are_prompts(tmp_path, suffix):
     [
         ("a.jsonl", '{"prompt": "p", "answer": 1}\n\n{"prompt"\n', ["line 3"]),
         ("a.jsonl", '{"prompt": "p", "gold": 1}', ["record 1", "'answer'", "prompt, gold", "--data.columns"]),
-        ("a.jsonl", '{"prompt": "p", "answer": "Paris"}', ["1 test problems", "numeric", "--data.answer_kind"]),
+        (
+            "a.jsonl",
+            '{"prompt": "p", "answer": "Paris"}',
+            ["test: none of 1 problems", "numeric", "--data.answer_kind"],
+        ),
         ("a.jsonl", '{"prompt": "p", "answer": 1}\n{"prompt": "\\ud800", "answer": 1}', ["record 2", "surrogate"]),
         ("a.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": 1}', ["type image"]),
         ("a.jsonl", '{"prompt": "<image>Which?", "images": ["x.png"], "answer": 1}', ["record 1", "has an <image>"]),
@@ -418,12 +430,13 @@ def test_chats_are_prompts(tmp_path, suffix):
         ("a.xml", "<Root>", []),
         ("a.csv", "prompt,answer\np,1\nq\n", ["line 3", "fewer cells than the header"]),
         ("a.jsonl.gz", "not compressed", []),
+        ("a.csv", "prompt,answer\nCafé?,1\n".encode("UTF-16-LE"), ["a.csv: not UTF-8"]),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_a_malformed_file_is_named_with_the_record_and_the_column(tmp_path, name, content, named):
     path = tmp_path / name
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=re.escape(str(path))) as error:
         load_problems("file", "test", path)
     assert all(part in str(error.value) for part in named), error.value
@@ -461,9 +474,3 @@ def test_prompts_of_the_same_words_are_on_one_side(tmp_path):
     parts = [words(load_problems("file", split, file, holdout=0.2)) for split in SPLITS]
     assert sum(map(len, parts)) == len(set.union(*parts)) == 40
     assert len(load_problems("file", "validation", file)) == 10  # 5% of the rows, as where all prompts differ
-
-
-def test_another_encoding_is_refused_by_the_file_s_name(tmp_path):
-    (tmp_path / "own.csv").write_bytes("prompt,answer\nCafé?,1\n".encode("UTF-16-LE"))
-    with pytest.raises(ValueError, match=r"own\.csv: not UTF-8"):
-        load_problems("file", "test", tmp_path / "own.csv")

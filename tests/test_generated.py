@@ -11,7 +11,7 @@ from examples.calculator import calculate
 from pspo.tasks.answers import extract_answer, is_correct, matches_format
 from pspo.tasks.arithmetic import MAX_NUMBER, SPLITS, split_of
 from pspo.tasks.problem import Problem
-from pspo.tasks.sources import GENERATED
+from pspo.tasks.sources import SOURCES
 
 FIRST = {  # of test: a change of wording, of the order of draws or of a hash changes every published number
     "arithmetic": Problem(
@@ -28,7 +28,7 @@ every_split = pytest.mark.parametrize("split", SPLITS)
 
 
 def take(task, split, n=300, seed=0):
-    return list(islice(GENERATED[task](split, seed), n))
+    return list(islice(SOURCES[task].generate(split, seed), n))
 
 
 def word_of(problem):
@@ -40,7 +40,7 @@ def test_the_first_problem_is_this(task):
     assert take(task, "test", 1) == [FIRST[task]]
 
 
-@pytest.mark.parametrize("task", GENERATED)
+@pytest.mark.parametrize("task", ["arithmetic", "letters", "sums"])
 def test_a_seed_decides_the_problems_and_no_split_shares_one(task):
     assert take(task, "train", 50, seed=3) == take(task, "train", 50, seed=3) != take(task, "train", 50, seed=4)
     shown = word_of if task == "letters" else lambda problem: problem.prompt

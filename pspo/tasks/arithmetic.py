@@ -42,7 +42,6 @@ COMPARE = {  # the last event, if it is about somebody else: operation -> senten
 WORDS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
-
 CONSONANTS = "bcdfghjklmnpqrstvwxyz"
 VOWELS = "aeiou"
 LENGTHS = range(3, 7)

@@ -9,7 +9,7 @@ import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pspo.tasks import files
 from pspo.tasks.arithmetic import SPLITS
 from pspo.tasks.problem import AnswerKind, Problem, content_text
-from pspo.tasks.sources import GENERATED, NAMES, SOURCES, Source, default_answer_kind, find_source, parse_gold
+from pspo.tasks.sources import SOURCES, Source, find_sources, parse_gold
 
 SPLIT_WORDS = {"testing": "test"} | {word: word for word in SPLITS}
 SPLIT_WORDS |= dict.fromkeys(("training", "pretrain", "pretraining"), "train")
@@ -26,6 +26,7 @@ SPLIT_WORDS |= dict.fromkeys(("valid", "val", "dev"), "validation")
 GENERATED_SIZES = {"train": 10_000, "validation": 500, "test": 500}  # without a limit
 ENOUGH_TO_HOLD_OUT = 50  # problems
 FEW = 0.1  # of the answers are of another kind than the others
+ABOUT_TABLES = ("dataset_dict.json", "dataset_info.json", "state.json")  # of `Dataset.save_to_disk`
 
 
 class Part(NamedTuple):
@@ -57,12 +58,14 @@ def local_parts(path: Path, skip: str = "") -> list[Part]:
     """
     if path.is_file() and files.file_format(path):
         return [Part(path.name, str(path), files.read_records(path))]
-    tables = [file for file in path.rglob("*.arrow") if not file.name.startswith("cache-")]
+    is_saved = any(path.rglob("*.arrow"))
     parts = []
-    for file in sorted(tables or path.rglob("*")):
+    for file in sorted(path.rglob("*")):
         place = file.relative_to(path)
         is_hidden = any(part.startswith(".") for part in place.parts)
-        if files.file_format(file) and not is_hidden and not (skip and skip in str(place)):
+        is_about_tables = is_saved and (file.name in ABOUT_TABLES or file.name.startswith("cache-"))
+        is_skipped = skip and skip in str(place)
+        if files.file_format(file) and not is_hidden and not is_about_tables and not is_skipped:
             parts.append(Part(str(place), str(file), files.read_records(file)))
     if not parts:
         raise ValueError(f"{path} holds no {', '.join(files.READERS)} file; check --data.path")
@@ -90,7 +93,7 @@ def holdout_share(path: Path, holdout: float | None) -> float | None:
 
 
 def hub_parts(source: Source) -> list[Part]:
-    """Splits of a data set of the hub, all its configurations together."""
+    """Splits of a data set of the hub, those that the source names if it names any; all its configurations together."""
     import datasets  # slow to import
 
     parts = []
@@ -100,9 +103,11 @@ def hub_parts(source: Source) -> list[Part]:
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             fix = "check --data.name and --data.hub, or load local files with --data.path"
             raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
-        for split, table in tables.items():
+        for split in source.splits or tables:
+            if split not in tables:
+                raise ValueError(f"--data.hub: {source.hub_id} has no split {split!r}, only {', '.join(tables)}")
             place = " ".join(filter(None, (source.hub_id, config, split)))
-            rows = files.table_records(table.with_format("arrow")[:])  # an image is bytes, no object of this process
+            rows = files.table_records(tables[split].with_format("arrow")[:])  # an image is bytes, no object here
             parts.append(Part(split, place, rows))
     return parts
 
@@ -128,7 +133,7 @@ def validation_prompts(problems: list[Problem], train_size: int | None) -> set[s
     return prompts
 
 
-def read_problem(source: Source, name: str, kind: AnswerKind, record: files.Record) -> Problem:
+def read_problem(source: Source, kind: AnswerKind, record: files.Record) -> Problem:
     """A problem of a record, its gold answer still as text."""
     columns = source.prompt
     if columns == ("prompt",) and "prompt" not in record and "messages" in record:
@@ -140,66 +145,76 @@ def read_problem(source: Source, name: str, kind: AnswerKind, record: files.Reco
         prompt=files.read_prompt(record, columns),
         answer=gold,
         fields={column: files.plain(value) for column, value in record.items() if column not in columns},
-        source=name,
+        source=source.name,
         category=files.column_text(record, source.category, is_optional=True),
         level=files.column_text(record, source.level, is_optional=True),
         solution=files.column_text(record, source.solution, is_optional=True),
     )
 
 
+def is_held_out(problem: Problem, share: float, seed: int) -> bool:
+    """True for about this share of problems, by the hash of their words: a larger share only adds some."""
+    digest = hashlib.sha256(f"{seed} {prompt_words(problem)}".encode()).digest()
+    return int.from_bytes(digest[:8]) < share * 2**64
+
+
 def read_split(
-    source: Source, name: str, kind: AnswerKind, split: str, path: Path | None, seed: int, holdout: float
+    source: Source, kind: AnswerKind, split: str, path: Path | None, seed: int, holdout: float
 ) -> list[Problem]:
-    """Read one split, gold answers still as text, of a single one its share by ``holdout``."""
+    """Read one split, gold answers still as text; ``holdout`` divides a single one into train and test."""
     parts = hub_parts(source) if path is None else local_parts(path, source.skip)
-    if path is None and source.splits:
-        parts = [part for part in parts if part.name in source.splits]
-    groups = group_by_split(parts, source.splits)
-    if parts and not groups:
-        groups = {"test": parts}
-    divided = len(groups) == 1 and holdout > 0
-    if divided:
+    groups = group_by_split(parts, source.splits) or {"test": parts}
+    is_divided = len(groups) == 1 and holdout > 0
+    if is_divided:
         (parts,) = groups.values()
         groups = {"test": parts, "train": parts}
-    published = "train" if split == "validation" and split not in groups else split
+    is_cut = "validation" not in groups  # from train
+    published = "train" if split == "validation" and is_cut else split
     if published not in groups:
         fix = f"name a file {split}.jsonl" if path else "name it in the splits of --data.hub"
         fix += ", or divide a single split with --data.holdout 0.2; --run.test_limit 0 trains without a test"
         raise ValueError(f"{path or source.hub_id} has no {split} split, only {' and '.join(sorted(groups))}; {fix}")
 
-    drafts = []
+    problems = []
     for part in groups[published]:
         for number, record in enumerate(part.records, 1):
             try:
-                drafts.append(read_problem(source, name, kind, record))
+                problems.append(read_problem(source, kind, record))
             except ValueError as error:
                 raise ValueError(f"{part.place} record {number}: {error}") from error
-    if divided:
-        digests = [hashlib.sha256(f"{seed} {prompt_words(draft)}".encode()).digest() for draft in drafts]
-        is_test = [int.from_bytes(digest[:8]) < holdout * 2**64 for digest in digests]
-        drafts = [draft for draft, is_held_out in zip(drafts, is_test, strict=True) if is_held_out == (split == "test")]
+    if is_divided:
+        problems = [problem for problem in problems if is_held_out(problem, holdout, seed) == (split == "test")]
     if published == "train":
-        random.Random(seed).shuffle(drafts)
-        if "validation" not in groups:
-            held_out = validation_prompts(drafts, source.train_size)
-            drafts = [draft for draft in drafts if (prompt_words(draft) in held_out) == (split == "validation")]
-    return drafts
-
-
-def parse_answers(drafts: list[Problem], kind: AnswerKind, name: str, split: str, place: Path | str) -> list[Problem]:
-    """Turn gold answers from text into the kind asked for; problems without one are left out, and counted in a line."""
-    if kind == "none":
-        return [replace(draft, answer=None) for draft in drafts]
-    golds = [parse_gold(draft.answer) if kind == "number" else draft.answer or None for draft in drafts]
-    pairs = zip(drafts, golds, strict=True)
-    problems = [replace(draft, answer=gold) for draft, gold in pairs if gold is not None]
-    what = "a numeric answer" if kind == "number" else "an answer"
+        random.Random(seed).shuffle(problems)
+        if is_cut:
+            held_out = validation_prompts(problems, source.train_size)
+            problems = [each for each in problems if (prompt_words(each) in held_out) == (split == "validation")]
     if not problems:
-        fix = "check --data.columns and --data.answer_kind (number, text or none)"
-        raise ValueError(f"{place}: none of {len(drafts):,} {split} problems has {what}; {fix}")
-    if len(problems) < len(drafts):
-        print(f"{name} {split}: {len(problems):,} of {len(drafts):,} problems have {what}")
+        raise ValueError(f"{path}: too few problems for a {split} split; add some, or change --data.holdout")
     return problems
+
+
+def parse_answers(problems: Sequence[Problem], kind: AnswerKind, is_assumed: bool, place: str) -> list[Problem]:
+    """Turn gold answers from text into the kind; problems without one are left out, and counted in a line.
+
+    ValueError if none is left, or if many have texts and the kind was assumed.
+    """
+    if kind == "none":
+        return [replace(problem, answer=None) for problem in problems]
+    texts = [str(problem.answer) for problem in problems]
+    golds = [parse_gold(text) if kind == "number" else text or None for text in texts]
+    parsed = [replace(problem, answer=gold) for problem, gold in zip(problems, golds, strict=True) if gold is not None]
+    what = "a numeric answer" if kind == "number" else "an answer"
+    if not parsed:
+        fix = "check --data.columns and --data.answer_kind (number, text or none)"
+        raise ValueError(f"{place}: none of {len(problems):,} problems has {what}; {fix}")
+    n_texts = sum(map(bool, texts)) - len(parsed)
+    if is_assumed and n_texts > FEW * len(parsed):
+        counts = f"{len(parsed):,} answers are numbers and {n_texts:,} are not"
+        raise ValueError(f"{place}: {counts}: --data.answer_kind number leaves these out, text takes all as texts")
+    if len(parsed) < len(problems):
+        print(f"{place}: {len(parsed):,} of {len(problems):,} problems have {what}")
+    return parsed
 
 
 def load_problems(
@@ -219,42 +234,25 @@ def load_problems(
     Train, a validation split made of it, and both of a mixture are shuffled by the seed. Parameters are
     `pspo.config.DataConfig`'s. ``path`` of a mixture has one folder per source; ``limit`` draws of a test by the seed.
     """
-    names = name.split("+")
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
-    if name in GENERATED and path is not None:
-        raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
-    if (hub or {}).keys() - {"revision"} and all(part in NAMES for part in names):
-        what = f"configuration and splits are of hub ids (organisation/name), and not of {name}"
-        raise ValueError(f"--data.hub: {what}: leave them out")
+    sources = find_sources(name, columns or {}, hub or {}, has_path=path is not None)
     problems = []
-    for part in names:
-        kind = answer_kind or default_answer_kind(part)
-        place: Path | str = part  # for messages
-        if part in GENERATED:
-            size = limit or GENERATED_SIZES[split]
-            if len(names) > 1:  # whose limit is of the mixture
-                size = max(size, GENERATED_SIZES[split])
-            generated = islice(GENERATED[part](split, seed), size)
-            drafts = [replace(problem, answer=str(problem.answer)) for problem in generated]
+    for source in sources:
+        kind = answer_kind or source.answer_kind
+        folder = None if path is None else files.local_path(path)
+        if folder and (len(sources) > 1 or (folder / source.name).is_dir()):
+            folder = folder / source.name
+        if source.generate is None:
+            drafts = read_split(source, kind, split, folder, seed, holdout)
         else:
-            source = find_source(part, columns or {}, hub or {})
-            if path is None and part == "file":
-                raise ValueError("--data.name file needs --data.path: a file or folder of yours")
-            source_path = None if path is None else files.local_path(path)
-            if source_path and (len(names) > 1 or (source_path / part).is_dir()):
-                source_path = source_path / part
-            place = source_path or source.hub_id
-            drafts = read_split(source, part, kind, split, source_path, seed, holdout)
-        if not drafts:
-            raise ValueError(f"{place}: too few problems for a {split} split; add some, or change --data.holdout")
-        parsed = parse_answers(drafts, kind, part, split, place)
-        n_texts = sum(bool(draft.answer) for draft in drafts) - len(parsed)
-        if answer_kind is None and part not in (*SOURCES, *GENERATED) and n_texts > FEW * len(parsed):
-            counts = f"{len(parsed):,} answers are numbers and {n_texts:,} are not"
-            raise ValueError(f"{place}: {counts}: --data.answer_kind number leaves these out, text takes all as texts")
-        problems += parsed
-    if len(names) > 1 and split != "test":
+            size = limit or GENERATED_SIZES[split]
+            if len(sources) > 1:  # whose limit is of the mixture
+                size = max(size, GENERATED_SIZES[split])
+            drafts = [*islice(source.generate(split, seed), size)]
+        is_assumed = answer_kind is None and source.name not in SOURCES
+        problems += parse_answers(drafts, kind, is_assumed, f"{folder or source.hub_id or source.name} {split}")
+    if len(sources) > 1 and split != "test":
         random.Random(seed).shuffle(problems)
     if split == "test" and limit and limit < len(problems):
         sample = random.Random(seed).sample(range(len(problems)), limit)

@@ -16,10 +16,11 @@ from pspo.tasks.problem import AnswerKind, Problem
 
 @dataclass(frozen=True)
 class Source:
-    """Data set: how to read one of its records, and where the hub has it."""
+    """Data set: how to read one of its records, and where the hub has it; or a generator of problems."""
 
-    prompt: tuple[str, ...]  # columns
-    answer: str  # column
+    name: str
+    prompt: tuple[str, ...] = ()  # columns
+    answer: str = ""  # column
     hub_id: str = ""
     revision: str | None = None  # of the hub's, so that everybody has the same problems
     configs: tuple[str | None, ...] = ()
@@ -30,6 +31,8 @@ class Source:
     level: str = "level"
     solution: str = ""
     read_gold: Callable[[str, Record, AnswerKind], str] = lambda text, record, kind: text  # of the answer's text
+    answer_kind: AnswerKind = "number"  # unless --data.answer_kind says another
+    generate: Callable[[str, int], Iterator[Problem]] | None = None  # endless problems of a split, by a seed
 
 
 def parse_gold(text: str) -> Fraction | None:
@@ -76,41 +79,54 @@ ASDIV = "8f95807222d87b4c688c3c22a6ba2801e1fa03e2"
 _MATH_SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory",
                   "prealgebra", "precalculus")  # fmt: skip
 
-SOURCES = {
-    "gsm8k": Source(("question",), "answer", "openai/gsm8k", GSM8K, ("main",), train_size=7000, skip="socratic",
-                    solution="answer", read_gold=lambda text, record, kind: text.rpartition("####")[2]),
-    "math": Source(("problem",), "solution", "EleutherAI/hendrycks_math", MATH, _MATH_SUBJECTS, category="type",
-                   solution="solution", read_gold=_math_gold),
-    "svamp": Source(("Body", "Question"), "Answer", "ChilleD/SVAMP", SVAMP, ("default",), category="Type"),
-    "asdiv": Source(("body", "question"), "answer", "EleutherAI/asdiv", ASDIV, ("asdiv",), {"validation": "test"},
-                    category="solution_type", level="grade",
-                    read_gold=lambda text, record, kind: re.sub(r"\s*\([^()]*\)$", "", text)),  # 9 (apples)
-}  # fmt: skip
-
-GENERATED: dict[str, Callable[[str, int], Iterator[Problem]]] = {  # endless problems of a split, by a seed
-    "arithmetic": partial(generate, draw_story),
-    "letters": partial(generate, draw_letters),
-    "sums": partial(generate, draw_sum),
-}
-NAMES = (*SOURCES, *GENERATED, "file")
+SOURCES = {source.name: source for source in (
+    Source("gsm8k", ("question",), "answer", "openai/gsm8k", GSM8K, ("main",), train_size=7000, skip="socratic",
+           solution="answer", read_gold=lambda text, record, kind: text.rpartition("####")[2]),
+    Source("math", ("problem",), "solution", "EleutherAI/hendrycks_math", MATH, _MATH_SUBJECTS, category="type",
+           solution="solution", read_gold=_math_gold),
+    Source("svamp", ("Body", "Question"), "Answer", "ChilleD/SVAMP", SVAMP, ("default",), category="Type"),
+    Source("asdiv", ("body", "question"), "answer", "EleutherAI/asdiv", ASDIV, ("asdiv",), {"validation": "test"},
+           category="solution_type", level="grade",
+           read_gold=lambda text, record, kind: re.sub(r"\s*\([^()]*\)$", "", text)),  # 9 (apples)
+    Source("arithmetic", generate=partial(generate, draw_story)),
+    Source("letters", generate=partial(generate, draw_letters), answer_kind="text"),
+    Source("sums", generate=partial(generate, draw_sum)),
+)}  # fmt: skip
+NAMES = (*SOURCES, "file")
 
 
-def find_source(name: str, columns: dict[str, str], hub: dict[str, Any]) -> Source:
-    """A named source, a user's file, or a data set of the hub; ValueError for a name that is none of them."""
-    if name in SOURCES:
-        return replace(SOURCES[name], revision=hub.get("revision", SOURCES[name].revision))
-    if name != "file" and ("/" not in name or Path(name).exists()):
-        raise ValueError(
-            f"--data.name {name!r} is unknown; choose from {', '.join(NAMES)} or a hub id (organisation/name), "
-            "or join some by +; for a local file or folder set --data.name file and --data.path"
-        )
-
-    columns = {"prompt": "prompt", "answer": "answer"} | columns
+def own_source(name: str, columns: dict[str, str], hub: dict[str, Any]) -> Source:
+    """A user's file, or a data set of the hub."""
+    prompt = (columns.get("prompt", "prompt"),)
+    answer = columns.get("answer", "answer")
     splits = {theirs: ours for ours, theirs in hub.get("splits", {}).items()}
-    configs = (hub.get("config"),)
-    return Source((columns["prompt"],), columns["answer"], name, hub.get("revision"), configs, splits)
+    return Source(name, prompt, answer, name, hub.get("revision"), (hub.get("config"),), splits)
+
+
+def find_sources(name: str, columns: dict[str, str], hub: dict[str, Any], has_path: bool) -> list[Source]:
+    """The sources that --data.name joins by +; ValueError for unknown ones, and for what they have no use for."""
+    names = name.split("+")
+    if hub.keys() - {"revision"} and all(part in NAMES for part in names):
+        what = f"configuration and splits are of hub ids (organisation/name), and not of {name}"
+        raise ValueError(f"--data.hub: {what}: leave them out")
+    if "file" in names and not has_path:
+        raise ValueError("--data.name file needs --data.path: a file or folder of yours")
+    sources = []
+    for part in names:
+        if part in SOURCES:
+            sources.append(replace(SOURCES[part], revision=hub.get("revision", SOURCES[part].revision)))
+        elif part == "file" or ("/" in part and not Path(part).exists()):
+            sources.append(own_source(part, columns, hub))
+        else:
+            raise ValueError(
+                f"--data.name {part!r} is unknown; choose from {', '.join(NAMES)} or a hub id (organisation/name), "
+                "or join some by +; for a local file or folder set --data.name file and --data.path"
+            )
+    if has_path and all(source.generate is not None for source in sources):
+        raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
+    return sources
 
 
 def default_answer_kind(name: str) -> AnswerKind:
     """Return the kind of a source's gold answers if --data.answer_kind is unset."""
-    return "text" if name == "letters" else "number"
+    return SOURCES[name].answer_kind if name in SOURCES else "number"
