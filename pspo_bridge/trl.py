@@ -14,11 +14,12 @@ loss. TRL's masks, corrections, KL, entropy and normalisation then apply to that
 import dataclasses
 import json
 import math
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pandas as pd
 import torch
@@ -32,6 +33,7 @@ from pspo.token_table import TOKENS, token_texts, write_tokens
 from pspo_bridge import BUILT_IN, make_surrogate, token_losses
 
 TRIED = "pip install trl==1.16.0"
+LOGPROBS = "_get_per_token_logps_and_entropies"  # a method of TRL's loss
 AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # values of loss_type whose losses are PPO's clip
 REPLACED = ("epsilon", "delta", "importance_sampling_level", "sapo_", "vespo_")  # arguments of TRL's losses begin so
 METRICS = {  # names in metrics.jsonl of what TRL logs
@@ -46,6 +48,20 @@ METRICS = {  # names in metrics.jsonl of what TRL logs
     "eval_reward": "validation_reward",
 }
 GOLD = ("answer", "solution", "gold", "ground_truth", "target")  # columns of datasets that hold it
+
+
+@contextmanager
+def watched(trainer: trl.GRPOTrainer, method: str, see: Callable[..., None]) -> Iterator[None]:
+    """Within, ``see`` gets what this method of the trainer returns, then the method's arguments."""
+    call = getattr(trainer, method)
+
+    def call_and_see(*args: Any, **kwargs: Any) -> Any:
+        outputs = call(*args, **kwargs)
+        see(outputs, *args)
+        return outputs
+
+    with patch.object(trainer, method, call_and_see):
+        yield
 
 
 class LossAdvantages:
@@ -91,7 +107,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         check_trainer(type(self), args)
         if args and self.surrogate:
             check_arguments(args, self.surrogate)
-        self.loss_inputs: dict[str, Any] | None = None  # of the microbatch whose loss is computed
         super().__init__(model, reward_funcs, args, *others, **options)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, Record):
@@ -100,28 +115,23 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if self.surrogate is None:
             return super()._compute_loss(model, inputs)
-        advantages = LossAdvantages(inputs["advantages"])
-        self.loss_inputs = inputs | {"advantages": advantages}
-        loss = super()._compute_loss(model, self.loss_inputs)
-        self.loss_inputs = None
-        if advantages.losses is None:
+        stand_in = LossAdvantages(inputs["advantages"])
+        with watched(self, LOGPROBS, lambda outputs, *_: self.set_losses(stand_in, inputs, outputs[0])):
+            loss = super()._compute_loss(model, inputs | {"advantages": stand_in})
+        if stand_in.losses is None:
             raise RuntimeError(f"the loss of TRL {trl.__version__} takes another way: {TRIED}")
         return loss
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self.loss_inputs is not None:
-            inputs = self.loss_inputs
-            surrogate = self.surrogate.bind_step(self.state.global_step)
-            old = old_logprobs(inputs, outputs[0])
-            stand_in = inputs["advantages"]
-            stand_in.losses, metrics = token_losses(surrogate, outputs[0], old, stand_in.advantages, loss_mask(inputs))
-            mode = "train" if self.model.training else "eval"
-            for name, value in metrics.items():
-                mean = self.accelerator.gather(value).nanmean().item()
-                if not math.isnan(mean):
-                    self._metrics[mode][f"surrogate/{name}"].append(mean)
-        return outputs
+    def set_losses(self, stand_in: LossAdvantages, inputs: dict[str, Any], logprobs: Tensor) -> None:
+        """The surrogate's, as soon as TRL has a microbatch's log-probs."""
+        surrogate = self.surrogate.bind_step(self.state.global_step)
+        old = old_logprobs(inputs, logprobs)
+        stand_in.losses, metrics = token_losses(surrogate, logprobs, old, stand_in.advantages, loss_mask(inputs))
+        mode = "train" if self.model.training else "eval"
+        for name, value in metrics.items():
+            mean = self.accelerator.gather(value).nanmean().item()
+            if not math.isnan(mean):
+                self._metrics[mode][f"surrogate/{name}"].append(mean)
 
 
 def old_logprobs(inputs: dict[str, Any], logprobs: Tensor) -> Tensor:
@@ -138,7 +148,7 @@ def check_trainer(kind: type, args: trl.GRPOConfig | None) -> None:
     """Raise ValueError unless a class computes its loss by TRL's methods, which the bridge and `Record` go through."""
     if getattr(args, "use_liger_kernel", False):
         raise ValueError("use_liger_kernel=True computes a loss of its own, without log-probs: leave it out")
-    for name in ("_compute_loss", "_get_per_token_logps_and_entropies", "_calculate_rewards"):
+    for name in ("_compute_loss", LOGPROBS, "_calculate_rewards"):
         if not hasattr(kind, name):
             raise ValueError(f"{kind.__name__} of TRL {trl.__version__} has no method {name}: {TRIED}")
     module = kind.compute_loss.__module__
@@ -166,6 +176,8 @@ class Record(TrainerCallback):
     """Writes a run folder for ``pspo view``, ``report`` and ``compare``: settings, all that TRL logs, and completions
     and tokens of each rollout's first groups, on process 0. It changes no bit of the training.
 
+    Its methods stand in the order in which a run calls them; `watch_rollout` and `watch_loss` wrap methods of TRL's.
+
     The weight of a token is d loss / d logprob of TRL's own backward pass, after masks, corrections and KL, times the
     step's number of tokens. It lacks the gradients of an entropy bonus and of a router's loss.
 
@@ -178,17 +190,18 @@ class Record(TrainerCallback):
         self.folder = Path(folder)
         self.groups = groups
         self.trainer: trl.GRPOTrainer | None = None
-        self.line: dict[str, Any] = {}  # of metrics.jsonl, the last one
-        self.line_begins = 0  # bytes before it
-        self.summary: dict[str, Any] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        self.rows = 0  # drawn so far
         self.problems: dict[str, int] = {}  # numbers of prompts, in the order in which they come
         self.samples: dict[int, dict[str, Any]] = {}  # by row, of the rollout that is trained on
-        self.token_ids: dict[int, list[int]] = {}
-        self.visits: list[pd.DataFrame] = []  # to tokens of these
-        self.rows = 0  # drawn so far
-        self.inputs: dict[str, Any] | None = None  # of the microbatch whose loss is computed
+        self.tokens: list[pd.DataFrame] = []  # of each of these
+        self.visits: list[dict[str, Any]] = []  # of optimizer steps to these tokens, columns of tokens.parquet
         self.microbatches: list[dict[str, Tensor]] = []  # (b, t), of the optimizer step that is computed
-        self.statistics: dict[str, float] = {}
+        self.statistics: dict[str, float] = {}  # of a rollout's last step
+        self.line: dict[str, Any] = {}  # of metrics.jsonl, the last one
+        self.line_begins = 0  # bytes before it
 
     def attach(self, trainer: trl.GRPOTrainer) -> "Record":
         """Record a trainer's runs. ValueError if its loss is not TRL's."""
@@ -196,48 +209,19 @@ class Record(TrainerCallback):
         self.trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
-        for name, watch in (
-            ("_compute_loss", self.watch_loss),
-            ("_get_per_token_logps_and_entropies", self.watch_logprobs),
-            ("_calculate_rewards", self.watch_rewards),
-            ("_generate_and_score_completions", self.watch_rollout),
-        ):
-            setattr(trainer, name, partial(watch, getattr(trainer, name)))  # on the instance: its class stays
+        trainer._compute_loss = partial(self.watch_loss, trainer._compute_loss)  # on the instance: its class stays
+        generate_and_score = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = partial(self.watch_rollout, generate_and_score)
         return self
-
-    def watch_loss(self, compute_loss: Callable[..., Tensor], model: Any, inputs: dict[str, Any]) -> Tensor:
-        self.inputs = inputs if self.trainer.model.training else None
-        return compute_loss(model, inputs)
-
-    def watch_logprobs(self, compute_logprobs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        outputs = compute_logprobs(*args, **kwargs)
-        if self.inputs is not None and outputs[0].requires_grad:
-            self.add_microbatch(self.inputs, outputs[0], outputs[1].detach())
-            self.inputs = None
-        return outputs
-
-    def watch_rewards(self, calculate_rewards: Callable[..., Tensor], *args: Any) -> Tensor:
-        self.completion_ids = args[-1]  # masks may hide some of them later
-        self.rewards = calculate_rewards(*args)  # of all processes
-        return self.rewards
-
-    def watch_rollout(self, generate_and_score: Callable[..., Any], inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        outputs = generate_and_score(inputs)
-        rows = torch.arange(self.rows, self.rows + len(inputs), device=outputs["completion_ids"].device)
-        self.rows += len(inputs)
-        outputs["row"] = rows  # TRL shuffles them
-        if self.trainer.model.training:
-            self.add_rollout(inputs, outputs["advantages"], rows.tolist())
-        return outputs
 
     def on_train_begin(self, args: trl.GRPOConfig, state: Any, control: Any, **_: Any) -> None:
         if self.trainer is None:
             raise ValueError(f"Record({str(self.folder)!r}) records no trainer: call its method attach(trainer)")
-        self.began = time.perf_counter()
+        self.forget()
         if state.is_world_process_zero:
             self.keep_steps(state.global_step)
             (self.folder / TOKENS).mkdir(parents=True, exist_ok=True)
-            settings = run_settings(self.trainer, args, state.max_steps, self)
+            settings = run_settings(self.trainer, args, state.max_steps, self.folder)
             (self.folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 
     def keep_steps(self, step: int) -> None:
@@ -253,24 +237,39 @@ class Record(TrainerCallback):
             if int(file.stem.removeprefix("step-")) > step:
                 file.unlink()
 
-    def add_rollout(self, inputs: list[dict[str, Any]], advantages: Tensor, rows: list[int]) -> None:
-        """Keep the first groups of a rollout."""
+    def watch_rollout(self, generate_and_score: Callable[..., Any], inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        scored: list[tuple] = []  # rewards, with TRL's arguments
+        with watched(self.trainer, "_calculate_rewards", lambda *call: scored.append(call)):
+            outputs = generate_and_score(inputs)
+        rows = range(self.rows, self.rows + len(inputs))
+        self.rows += len(inputs)
+        outputs["row"] = torch.tensor(rows, device=outputs["completion_ids"].device)  # TRL shuffles them
+        if self.trainer.model.training:
+            self.add_rollout(inputs, scored[0], outputs["advantages"], rows)
+        return outputs
+
+    def add_rollout(self, inputs: list[dict[str, Any]], scored: tuple, advantages: Tensor, rows: range) -> None:
+        """Keep the samples of a rollout's first groups, and their tokens."""
+        rewards, *_, completion_ids = scored  # of all processes, and before masks hide some tokens
         trainer = self.trainer
-        rewards = self.rewards[trainer.accelerator.process_index * len(inputs) :].tolist()
+        tokenizer = tokenizer_of(trainer)
+        own_rewards = rewards[trainer.accelerator.process_index * len(inputs) :].tolist()
         stops = stop_ids(trainer)
         for i, row in enumerate(rows[: self.groups * trainer.num_generations]):
             prompt = json.dumps(inputs[i].get("prompt", ""), default=str)
-            ids = list(self.completion_ids[i])
-            values = [None if math.isnan(value) else value for value in rewards[i]]
+            ids = list(completion_ids[i])
+            values = [None if math.isnan(value) else value for value in own_rewards[i]]
             weighted = zip(trainer.reward_weights.tolist(), values, strict=True)
-            self.token_ids[row] = ids
-            self.samples[row] = {
-                "step": None,  # the last one on this rollout, known when it is written
+            place = {
                 "problem": self.problems.setdefault(prompt, len(self.problems)),
                 "sample": i % trainer.num_generations,
+            }
+            tokens = {"token_id": ids, "text": token_texts(tokenizer, ids), "position": range(len(ids))}
+            self.tokens.append(pd.DataFrame(tokens).assign(drawn=row, row=len(self.samples), **place))
+            self.samples[row] = place | {
                 "prompt": json.loads(prompt),
                 "gold": next((inputs[i][name] for name in GOLD if name in inputs[i]), None),
-                "completion": tokenizer_of(trainer).decode(ids, skip_special_tokens=True),
+                "completion": tokenizer.decode(ids, skip_special_tokens=True),
                 "reward": sum(weight * value for weight, value in weighted if value is not None),
                 "advantage": advantages[i].flatten()[0].item(),
                 "tokens": len(ids),
@@ -278,17 +277,24 @@ class Record(TrainerCallback):
                 "rewards": dict(zip(trainer.reward_func_names, values, strict=True)),
             }
 
-    def add_microbatch(self, inputs: dict[str, Any], logprobs: Tensor, entropies: Tensor) -> None:
-        """Keep what an optimizer step computes at a microbatch's tokens, its gradient when it is there; (B, T)."""
+    def watch_loss(self, compute_loss: Callable[..., Tensor], model: Any, inputs: dict[str, Any]) -> Tensor:
+        if not self.trainer.model.training:
+            return compute_loss(model, inputs)
+        with watched(self.trainer, LOGPROBS, partial(self.add_microbatch, inputs)):
+            return compute_loss(model, inputs)
+
+    def add_microbatch(self, inputs: dict[str, Any], outputs: tuple[Tensor, ...], *_: Any) -> None:
+        """Keep what an optimizer step computes at a microbatch's tokens, (B, T), and the gradient once it is there."""
+        logprobs, entropies, *_ = outputs
         advantages = inputs["advantages"]
         values = {
             "logprob": logprobs.detach(),
             "old_logprob": old_logprobs(inputs, logprobs),
             "sampler_logprob": inputs.get("sampling_per_token_logps"),
             "reference_logprob": inputs.get("ref_per_token_logps"),
-            "entropy": entropies,
+            "entropy": entropies.detach(),
             "advantage": advantages if advantages.dim() == 2 else advantages[:, None],
-            "row": inputs["row"][:, None],
+            "drawn": inputs["row"][:, None],
             "position": torch.arange(logprobs.shape[1], device=logprobs.device),
             "mask": loss_mask(inputs),
         }
@@ -304,21 +310,14 @@ class Record(TrainerCallback):
     def on_step_end(self, args: trl.GRPOConfig, state: Any, control: Any, **_: Any) -> None:
         if not self.microbatches:
             raise RuntimeError(f"the loss of TRL {trl.__version__} takes another way than Record knows: {TRIED}")
-        tokens = {
-            name: torch.cat([one[name].expand_as(one["mask"])[one["mask"]].cpu() for one in self.microbatches])
-            for name in self.microbatches[0]
-        }
+        step = unmasked_tokens(self.microbatches)
         self.microbatches = []
-        tokens["weight"] *= len(tokens["weight"])
-        is_recorded = torch.isin(tokens["row"], torch.tensor(list(self.samples)))
-        visit = pd.DataFrame({name: values[is_recorded].float().numpy() for name, values in tokens.items()})
-        self.visits.append(visit.astype({"row": int, "position": int}).assign(step=state.global_step))
+        is_recorded = torch.isin(step["drawn"], torch.tensor(list(self.samples)))
+        visit = pd.DataFrame({name: values[is_recorded].double().numpy() for name, values in step.items()})
+        visit = visit.merge(pd.concat(self.tokens), on=["drawn", "position"])
+        self.visits.append(dict(visit.assign(step=state.global_step)))
         if self.trainer._step % (args.steps_per_generation * self.trainer.num_iterations) == 0:  # the rollout's last
-            active = {name: values[tokens["advantage"] != 0] for name, values in tokens.items()}
-            slopes = active["weight"] / -active["advantage"] / (active["logprob"] - active["old_logprob"]).exp()
-            names = ("logprob", "old_logprob", "advantage", "weight", "row")
-            self.statistics = diagnose(*(active[name] for name in names))
-            self.statistics["slope"] = slopes.mean().item() if len(slopes) else math.nan
+            self.statistics = step_statistics(step)
             self.write_rollout()
 
     def write_rollout(self) -> None:
@@ -326,26 +325,19 @@ class Record(TrainerCallback):
         if self.visits and self.trainer.accelerator.is_main_process:
             step = self.trainer.state.global_step
             with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as lines:
-                lines.write(as_lines(sample | {"step": step} for sample in self.samples.values()))
-            parts = []
-            for place, (row, ids) in enumerate(self.token_ids.items()):
-                sample = self.samples[row]
-                texts = token_texts(tokenizer_of(self.trainer), ids)
-                part = pd.DataFrame({"position": range(len(ids)), "token_id": ids, "text": texts})
-                parts.append(part.assign(drawn=row, row=place, problem=sample["problem"], sample=sample["sample"]))
-            visits = pd.concat(self.visits, ignore_index=True).rename(columns={"row": "drawn"})
-            tokens = visits.merge(pd.concat(parts), on=["drawn", "position"])
-            write_tokens(self.folder, step, [dict(tokens.items())])
+                lines.write(as_lines({"step": step} | sample for sample in self.samples.values()))
+            write_tokens(self.folder, step, self.visits)
         self.samples = {}
-        self.token_ids = {}
+        self.tokens = []
         self.visits = []
 
     def on_log(self, args: trl.GRPOConfig, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """Write the step's line of metrics.jsonl, which training and evaluation share; last, summary.json."""
         if "train_runtime" in logs:
-            self.summary = dict(logs)
+            self.finish(state, logs)
         elif state.is_world_process_zero and self.folder.exists():  # not of an evaluation before the training
             with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as lines:
-                if self.line.get("step") != state.global_step:  # training and evaluation share a step's line
+                if self.line.get("step") != state.global_step:
                     self.line = {"step": state.global_step}
                     self.line_begins = lines.tell()
                 self.line |= {metric_name(name): value for name, value in logs.items()}
@@ -355,12 +347,30 @@ class Record(TrainerCallback):
                 lines.truncate(self.line_begins)
                 lines.write(as_lines([self.line]))
 
-    def on_train_end(self, args: trl.GRPOConfig, state: Any, control: Any, **_: Any) -> None:
+    def finish(self, state: Any, logs: dict[str, Any]) -> None:
         self.write_rollout()
         if state.is_world_process_zero:
             summary = {"trainer": "trl", "optimizer_steps": state.global_step, "tokens": self.line.get("tokens")}
-            summary |= {"seconds": time.perf_counter() - self.began} | self.summary
+            summary |= {"seconds": logs["train_runtime"]} | logs
             (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def unmasked_tokens(microbatches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What an optimizer step computed at its n tokens, (n,) each; weights are times n."""
+    tokens = {
+        name: torch.cat([one[name].expand_as(one["mask"])[one["mask"]].cpu() for one in microbatches])
+        for name in microbatches[0]
+    }
+    tokens["weight"] *= len(tokens["weight"])
+    return tokens
+
+
+def step_statistics(tokens: dict[str, Tensor]) -> dict[str, float]:
+    """Diagnostics of a step, and its slope as `token_losses` has it."""
+    active = {name: values[tokens["advantage"] != 0] for name, values in tokens.items()}
+    slopes = active["weight"] / -active["advantage"] / (active["logprob"] - active["old_logprob"]).exp()
+    names = ("logprob", "old_logprob", "advantage", "weight", "drawn")
+    return diagnose(*(active[name] for name in names)) | {"slope": slopes.mean().item() if len(slopes) else math.nan}
 
 
 def metric_name(name: str) -> str:
@@ -401,7 +411,7 @@ def trl_surrogate(args: trl.GRPOConfig) -> Surrogate:
     return Clip(args.epsilon, args.epsilon_high, args.delta)
 
 
-def run_settings(trainer: trl.GRPOTrainer, args: trl.GRPOConfig, max_steps: int, record: Record) -> dict[str, Any]:
+def run_settings(trainer: trl.GRPOTrainer, args: trl.GRPOConfig, max_steps: int, folder: Path) -> dict[str, Any]:
     """TRL's arguments as switches of pspo: those that docs/guide/trl.md translates."""
     surrogate = getattr(trainer, "surrogate", None) or trl_surrogate(args)
     kind = type(surrogate)
@@ -428,5 +438,5 @@ def run_settings(trainer: trl.GRPOTrainer, args: trl.GRPOConfig, max_steps: int,
             "beta": args.beta,
         },
         "optimizer": {"lr": args.learning_rate, "max_grad_norm": args.max_grad_norm},
-        "run": {"output_dir": str(record.folder), "seed": args.seed, "max_steps": max_steps},
+        "run": {"output_dir": str(folder), "seed": args.seed, "max_steps": max_steps},
     }

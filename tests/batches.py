@@ -31,6 +31,14 @@ def random_batch(lengths, seed=0, spread=0.5, dtype=torch.float64):
     return logprobs, old, advantages, torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
 
 
+def loss_and_gradient(surrogate, logprobs, old_logprobs, advantages, mask):
+    """Losses of tokens, (B, T), and the gradient of their sum."""
+    logprobs = logprobs.detach().clone().requires_grad_()
+    losses = surrogate(logprobs, old_logprobs, advantages, mask)
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    return losses.detach(), gradient
+
+
 def packing(microbatch_tokens, shares_prompts=True, is_sharded=False):
     """Of a learner, what decides how rows are packed into microbatches."""
     settings = {"microbatch_tokens": microbatch_tokens, "shares_prompts": shares_prompts, "is_sharded": is_sharded}

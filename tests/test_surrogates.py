@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from batches import random_batch
+from batches import loss_and_gradient, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,13 +66,6 @@ def hostile_batch(seed, dtype=torch.float64, token_advantages=None):
 
 def smooth_batch(seed=0, spread=0.8):
     return random_batch((5, 5, 5, 5), seed, spread)
-
-
-def loss_and_gradient(surrogate, logprobs, old_logprobs, advantages, mask):
-    logprobs = logprobs.detach().clone().requires_grad_()
-    loss = surrogate(logprobs, old_logprobs, advantages, mask)
-    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    return loss.detach(), gradient
 
 
 # ---------------------------------------------------------------- against the oracles

@@ -8,10 +8,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from batches import SURROGATES, random_batch
+from batches import SURROGATES, loss_and_gradient, random_batch
 from torch import Tensor
 
-from pspo.losses import DRO, P3O, PSPO, Counts, Surrogate, aggregate
+from pspo.losses import DRO, P3O, PSPO, Surrogate
 from pspo_bridge import BUILT_IN, make_surrogate, token_losses
 
 
@@ -45,10 +45,8 @@ def test_prime_rl_sums_our_loss_over_sequences(surrogate, monkeypatch):
     install(monkeypatch, "prime_rl.trainer.rl.loss", LossOutputs=LossOutputs)
     from pspo_bridge.prime_rl import loss
 
-    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9], dtype=torch.float64)
-    ours = logprobs.clone().requires_grad_()
-    expected = surrogate(ours, old, advantages, mask).sum()
-    expected.backward()
+    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9])
+    losses, gradient = loss_and_gradient(surrogate, logprobs, old, advantages, mask)
     theirs = logprobs.clone().requires_grad_()
     total = 0.0
     for row in range(4):
@@ -56,8 +54,8 @@ def test_prime_rl_sums_our_loss_over_sequences(surrogate, monkeypatch):
         outputs = loss(inputs, type(surrogate).__name__, **vars(surrogate))
         outputs.loss.backward()
         total += outputs.loss.item()
-    assert total == pytest.approx(expected.item(), rel=1e-12)
-    torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-12, atol=1e-14)
+    assert total == pytest.approx(losses.sum().item(), rel=1e-12)
+    torch.testing.assert_close(theirs.grad, gradient, rtol=1e-12, atol=1e-14)
 
     halved = loss(replace(inputs, loss_weights=torch.full((12,), 0.5)), surrogate)
     assert halved.loss.item() == pytest.approx(outputs.loss.item() / 2)
@@ -104,17 +102,16 @@ def test_skyrl_sums_our_loss_of_divided_advantages(skyrl, surrogate):
     assert skyrl.registry.keys() == {f"pspo.{name}" for name in BUILT_IN} - {"pspo.DRO"}
     skyrl.register(surrogate)
     loss = skyrl.registry[f"pspo.{type(surrogate).__name__}"]
-    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9], dtype=torch.float64)
+    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9])
     tokens = int(mask.sum())
-    ours = logprobs.clone().requires_grad_()
-    expected = aggregate(surrogate(ours, old, advantages, mask), mask, "dapo", Counts(tokens, 4, 16))
-    expected.backward()
+    losses, gradient = loss_and_gradient(surrogate, logprobs, old, advantages, mask)
+    expected = losses.sum() / tokens
     theirs = logprobs.clone().requires_grad_()
     config = SimpleNamespace(off_policy_correction=SimpleNamespace(cap=2.0))
     total, metrics = loss(theirs, old, advantages / tokens, config, mask.long())
     total.backward()
     assert total.item() == pytest.approx(expected.item(), rel=1e-12)
-    torch.testing.assert_close(theirs.grad, ours.grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(theirs.grad, gradient / tokens, rtol=1e-12, atol=1e-14)
     assert metrics["surrogate/ratio"] == pytest.approx((logprobs - old).exp()[mask].mean().item())
 
     corrected, metrics = loss(logprobs, old, advantages / tokens, config, mask.long(), old - 0.5)
@@ -194,16 +191,14 @@ def test_the_guides_lines_for_slime(monkeypatch, name):
     install(monkeypatch, "slime.backends.megatron_utils", loss=module)
     exec(guide_lines("slime").replace('"PSPO"', repr(name)), names := {})
     names["use_pspo"](None)
-    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9], dtype=torch.float64)
+    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9])
     kl = (old - logprobs)[mask].requires_grad_()
     losses, clipped = module.compute_policy_loss(kl, advantages.expand(4, 12)[mask], 0.2, 0.28, eps_clip_c=None)
-    ours = logprobs.clone().requires_grad_()
-    expected = make_surrogate(name)(ours, old, advantages, mask)
+    expected, gradient = loss_and_gradient(make_surrogate(name), logprobs, old, advantages, mask)
     torch.testing.assert_close(losses, expected[mask], rtol=1e-12, atol=1e-14)
     assert clipped.shape == losses.shape
     losses.sum().backward()
-    expected.sum().backward()
-    torch.testing.assert_close(-kl.grad, ours.grad[mask], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(-kl.grad, gradient[mask], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
@@ -219,7 +214,7 @@ def test_the_guides_lines_for_nemo_rl(monkeypatch, surrogate):
     install(monkeypatch, "nemo_rl.algorithms", grpo=module)
     module.ClippedPGLossFn = ClippedPGLossFn
     exec(guide_lines("nemo_rl").replace('"PSPO"', "surrogate"), {"surrogate": surrogate})
-    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9], dtype=torch.float64)
+    logprobs, old, advantages, mask = random_batch([12, 1, 7, 9])
     column = torch.zeros(4, 1)
     data = {
         "prev_logprobs": torch.cat([column, old], dim=1),
