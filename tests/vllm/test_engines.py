@@ -1,5 +1,6 @@
 """Engines in runs: what is refused, what they draw ahead, and what their deaths cost. With an engine of one's own."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,13 +55,11 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(capsys):
 
 
 def test_corrections_are_on_with_an_engine():
-    assert TrainConfig().algorithm.effective_correction == "none"
-    assert (
-        TrainConfig(rollout=RolloutConfig(engine="pspo_vllm.VLLM")).algorithm.effective_correction == "token_truncate"
-    )
-    calculator = RolloutConfig(engine="pspo_vllm.VLLM", environment="examples.calculator.Calculator")
-    assert TrainConfig(rollout=calculator).algorithm.effective_correction == "none"
-    late = RolloutConfig(engine="pspo_vllm.VLLM", lag=1)
-    assert TrainConfig(rollout=late).algorithm.effective_correction == "none"  # ratios are to its own log-probs
-    proximal = TrainConfig(rollout=late, algorithm=AlgorithmConfig(ratio_to="proximal"))
-    assert proximal.algorithm.effective_correction == "token_truncate"
+    engine = RolloutConfig(engine="pspo_vllm.VLLM")
+    late = replace(engine, lag=1)
+    proximal = AlgorithmConfig(ratio_to="proximal")
+    corrected = [TrainConfig(rollout=engine), TrainConfig(rollout=late, algorithm=proximal)]
+    assert {config.algorithm.effective_correction for config in corrected} == {"token_truncate"}
+    played = replace(engine, environment="examples.calculator.Calculator")
+    others = [TrainConfig(), TrainConfig(rollout=played), TrainConfig(rollout=late)]  # late ratios are to its log-probs
+    assert {config.algorithm.effective_correction for config in others} == {"none"}

@@ -50,9 +50,6 @@ class Server(ThreadingHTTPServer):
 class Routes(BaseHTTPRequestHandler):
     server: Server
 
-    def do_GET(self) -> None:
-        self.do_POST()
-
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
         server, path = self.server, self.path.partition("?")[0]
@@ -68,6 +65,8 @@ class Routes(BaseHTTPRequestHandler):
         self.end_headers()
         with contextlib.suppress(OSError):  # who asked no longer waits
             self.wfile.write(json.dumps(answer).encode())
+
+    do_GET = do_POST
 
     def answer(self, server: Server, path: str, body: dict) -> dict:
         if path == "/inference/v1/generate":
@@ -156,9 +155,12 @@ def test_what_is_pushed_to_servers_are_the_weights_of_files(servers, policy, mon
         assert engine.version != other.version == servers[0].version
 
 
-def test_no_servers_are_refused_before_anything_is_loaded():
-    with pytest.raises(ValueError, match=r"^--rollout.engine pspo_vllm.Servers: urls is empty"):
-        find_engine({"class_path": "pspo_vllm.Servers", "init_args": {"urls": []}})
+def test_servers_are_checked_before_anything_is_loaded(servers):
+    servers[1].vllm = "0.31.2"
+    gone, old = "http://127.0.0.1:1", servers[1].url
+    for urls, message in (([], "urls is empty"), ([gone], f"{gone} does not answer"), ([old], f"{old} runs .*0.31.2")):
+        with pytest.raises(ValueError, match=f"^--rollout.engine pspo_vllm.Servers: {message}"):
+            find_engine({"class_path": "pspo_vllm.Servers", "init_args": {"urls": urls}})
 
 
 def die(path: str) -> None:

@@ -160,27 +160,6 @@ def test_first_tokens_have_the_frequencies_of_the_cut_distribution(served, promp
     reference.assert_drawn_from(exact, drawn, least=1e-3)
 
 
-@needs_vllm
-def test_weights_pushed_are_the_weights_used(served, prompts):
-    learner = served.sampler.learner
-    policy = learner.policy
-
-    def error() -> float:
-        return logprob_errors(served, prompts.take(range(4)))[1].abs().max().item()
-
-    assert error() < 1e-4
-    start = {name: weight.clone() for name, weight in policy.state_dict().items()}
-    with torch.no_grad():
-        for weight in policy.parameters():
-            weight.mul_(1.05)
-        assert error() > 0.01  # it has this version already
-        learner.steps += 1
-        assert error() < 1e-4
-        policy.load_state_dict(start)
-        learner.steps += 1
-        assert error() < 1e-4
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -198,17 +177,23 @@ def test_what_is_pushed_is_what_a_file_would_hold(name, tmp_path):
 
 
 @needs_vllm
-def test_adapters_are_merged_into_what_is_pushed(served, prompts):
-    pytest.importorskip("peft")
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)])
+def test_weights_pushed_are_the_weights_used_with_adapters_merged(served, prompts, lora):
     trained = served.sampler.learner
-    policy = load_policy(ModelConfig(trained.policy.name_or_path, lora=LoraConfig(rank=4)), CPU)
+    policy = load_policy(ModelConfig(trained.policy.name_or_path, lora=lora), CPU)
+    changed = Served(replace(served.sampler, learner=Learner(policy, trained.optimizer, trained.steps)), served.how)
+
+    def error() -> float:
+        return logprob_errors(changed, prompts.take(range(4)))[1].abs().max().item()
+
+    assert error() < 1e-4
     with torch.no_grad():
         for weight in policy.parameters():
             if weight.requires_grad:
-                weight.normal_(std=0.1)
-    learner = Learner(policy, trained.optimizer, steps=trained.steps + 1)
-    sampler = replace(served.sampler, learner=learner)
-    assert logprob_errors(Served(sampler, served.how), prompts.take(range(4)))[1].abs().max() < 1e-3
+                weight.add_(torch.randn_like(weight), alpha=0.1 if lora.rank else 0.01)
+    assert error() > 0.01  # the engine has this version already
+    changed.sampler.learner.steps += 1
+    assert error() < 1e-3
     trained.steps += 2
 
 
