@@ -18,7 +18,7 @@ import pytest
 from pspo.config import DataConfig
 from pspo.tasks.datasets import SPLITS, group_by_split, has_text_answers, load_problems, local_parts
 from pspo.tasks.problem import Problem, content_text
-from pspo.tasks.sources import ASDIV, GSM8K, parse_gold
+from pspo.tasks.sources import SOURCES, parse_gold
 
 
 def write_jsonl(path: Path, records: list[dict]) -> Path:
@@ -212,11 +212,14 @@ def test_the_many_decide_the_kind_of_answers(tmp_path, monkeypatch, n_numbers, k
 
 
 def test_splits_of_a_folder(tmp_path):
+    own = write_jsonl(tmp_path / "own.jsonl", numbered(5))  # named for nothing: test, and never trained on
+    assert answers(load_problems("file", "test", tmp_path)) == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"own.jsonl has no train split, only test; .*train.jsonl"):
+        load_problems("file", "train", own)
     write_jsonl(tmp_path / "train-00000-of-00002.jsonl", numbered(3, start=0))
     write_jsonl(tmp_path / "train-00001-of-00002.jsonl", numbered(3, start=3))
     write_jsonl(tmp_path / "val.jsonl", numbered(2, start=10))
     write_jsonl(tmp_path / "my_test.jsonl", numbered(2, start=20))
-    write_jsonl(tmp_path / "latest.jsonl", numbered(2, start=30))  # names no split where others do
     write_jsonl(tmp_path / ".cache" / "test.jsonl", numbered(2, start=40))
     for holdout in (0, 0.9):  # only divides a single split
         assert answers(load_problems("file", "test", tmp_path, holdout=holdout)) == [20, 21]
@@ -237,13 +240,6 @@ def test_validation_is_held_out_of_train(tmp_path, name, rows, held_out):
     assert sorted(answers(train) + answers(validation)) == list(range(rows))
     assert answers(train) != sorted(answers(train)) or rows == 2
     assert load_problems(name, "train", path, seed=1, limit=7, **columns) != train[:7] or rows == 2
-
-
-def test_what_is_named_for_nothing_is_test_and_never_trained_on(tmp_path):
-    own = write_jsonl(tmp_path / "own.jsonl", numbered(5))
-    assert answers(load_problems("file", "test", tmp_path)) == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match=r"own.jsonl has no train split, only test; .*train.jsonl"):
-        load_problems("file", "train", own)
 
 
 def test_mixture(tmp_path):
@@ -296,7 +292,8 @@ def test_hub(monkeypatch):
     fields = {"solution_type": "Sum", "answer": "9 (apples)", "formula": "9=9"}
     assert load_problems("asdiv", "test") == [Problem("B. Q?", Fraction(9), fields, source="asdiv", category="Sum")]
     assert len(load_problems("gsm8k", "validation")) == 473
-    assert asked == [("EleutherAI/asdiv", "asdiv", ASDIV), ("openai/gsm8k", "main", GSM8K)]
+    assert asked[0] == ("EleutherAI/asdiv", "asdiv", SOURCES["asdiv"].revision)
+    assert asked[1:] == [("openai/gsm8k", "main", SOURCES["gsm8k"].revision)]
     load_problems("gsm8k", "validation", hub={"revision": "main"})
     with pytest.raises(ValueError, match=r"--data\.hub: configuration and splits are of hub ids .*, and not of gsm8k"):
         load_problems("gsm8k", "validation", hub={"config": "socratic"})

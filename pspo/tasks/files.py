@@ -120,29 +120,28 @@ def make_record(pairs: Iterable[tuple[str, Any]]) -> Record:
 
 
 def table_records(table: Any) -> Iterator[Record]:
-    """The rows of a pyarrow table; class labels of `datasets` by their names."""
+    """The rows of a pyarrow table, which gives each object the keys of all the others."""
     info = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}")).get("info") or {}
     features = info.get("features") or {}
     for row in table.to_pylist():
-        yield make_record((of.name, read_value(row[of.name], of.type, features.get(of.name))) for of in table.schema)
+        values = [read_value(row[column.name], column.type, features.get(column.name)) for column in table.schema]
+        yield make_record(zip(table.schema.names, map(without_gaps, values), strict=True))
 
 
 def read_value(value: Any, kind: Any, feature: Any) -> Any:
-    """A value by its pyarrow type and feature of `datasets`: shortest decimals of float32, names of class labels.
-
-    Objects have no keys that are None: a table gives each the keys of all the others.
-    """
+    """A value by its pyarrow type and feature of `datasets`: shortest decimals of narrow floats, names of labels."""
     import pyarrow.types as types  # slow to import
 
     feature = feature[0] if isinstance(feature, list) else feature or {}
     feature = feature.get("feature") or feature  # of a list's parts
     if value is None:
         return None
-    if types.is_float32(kind) or types.is_float16(kind):
-        return float(str((np.float16 if types.is_float16(kind) else np.float32)(value)))
+    if types.is_float16(kind):
+        return float(str(np.float16(value)))
+    if types.is_float32(kind):
+        return float(str(np.float32(value)))
     if types.is_struct(kind):
-        parts = {field.name: read_value(value[field.name], field.type, feature.get(field.name)) for field in kind}
-        return {key: part for key, part in parts.items() if part is not None}
+        return {part.name: read_value(value[part.name], part.type, feature.get(part.name)) for part in kind}
     if isinstance(value, list) and not types.is_map(kind):
         return [read_value(part, kind.value_type, feature) for part in value]
     if feature.get("_type") == "ClassLabel":

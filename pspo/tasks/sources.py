@@ -72,21 +72,19 @@ def _math_gold(solution: str, record: Record, kind: AnswerKind) -> str:
     return boxes[-1]
 
 
-GSM8K = "740312add88f781978c0658806c59bc2815b9866"  # revisions
-MATH = "21a5633873b6a120296cce3e2df9d5550074f4a3"
-SVAMP = "5e0bf1e5e7c0e9c4bc39180d224f41f3f801b7ef"
-ASDIV = "8f95807222d87b4c688c3c22a6ba2801e1fa03e2"
 _MATH_SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory",
                   "prealgebra", "precalculus")  # fmt: skip
 
 SOURCES = {source.name: source for source in (
-    Source("gsm8k", ("question",), "answer", "openai/gsm8k", GSM8K, ("main",), train_size=7000, skip="socratic",
-           solution="answer", read_gold=lambda text, record, kind: text.rpartition("####")[2]),
-    Source("math", ("problem",), "solution", "EleutherAI/hendrycks_math", MATH, _MATH_SUBJECTS, category="type",
-           solution="solution", read_gold=_math_gold),
-    Source("svamp", ("Body", "Question"), "Answer", "ChilleD/SVAMP", SVAMP, ("default",), category="Type"),
-    Source("asdiv", ("body", "question"), "answer", "EleutherAI/asdiv", ASDIV, ("asdiv",), {"validation": "test"},
-           category="solution_type", level="grade",
+    Source("gsm8k", ("question",), "answer", "openai/gsm8k", "740312add88f781978c0658806c59bc2815b9866", ("main",),
+           train_size=7000, skip="socratic", solution="answer",
+           read_gold=lambda text, record, kind: text.rpartition("####")[2]),
+    Source("math", ("problem",), "solution", "EleutherAI/hendrycks_math", "21a5633873b6a120296cce3e2df9d5550074f4a3",
+           _MATH_SUBJECTS, category="type", solution="solution", read_gold=_math_gold),
+    Source("svamp", ("Body", "Question"), "Answer", "ChilleD/SVAMP", "5e0bf1e5e7c0e9c4bc39180d224f41f3f801b7ef",
+           ("default",), category="Type"),
+    Source("asdiv", ("body", "question"), "answer", "EleutherAI/asdiv", "8f95807222d87b4c688c3c22a6ba2801e1fa03e2",
+           ("asdiv",), {"validation": "test"}, category="solution_type", level="grade",
            read_gold=lambda text, record, kind: re.sub(r"\s*\([^()]*\)$", "", text)),  # 9 (apples)
     Source("arithmetic", generate=partial(generate, draw_story)),
     Source("letters", generate=partial(generate, draw_letters), answer_kind="text"),
