@@ -26,7 +26,7 @@ import torch
 import trl
 import yaml
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from pspo.losses import CISPO, GSPO, SAPO, VESPO, Clip, Surrogate, diagnose
 from pspo.token_table import TOKENS, token_texts, write_tokens
@@ -94,20 +94,13 @@ class GRPOTrainer(trl.GRPOTrainer):
     for an unknown one, and for arguments of TRL's own losses, which have no effect.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: trl.GRPOConfig | None = None,
-        *others: Any,
-        surrogate: Surrogate | str | dict[str, Any] | None = "PSPO",
-        **options: Any,
-    ) -> None:
+    def __init__(self, *args: Any, surrogate: Surrogate | str | dict[str, Any] | None = "PSPO", **options: Any) -> None:
         self.surrogate = None if surrogate is None else make_surrogate(surrogate)
-        check_trainer(type(self), args)
-        if args and self.surrogate:
-            check_arguments(args, self.surrogate)
-        super().__init__(model, reward_funcs, args, *others, **options)
+        config = next((each for each in (*args, *options.values()) if isinstance(each, trl.GRPOConfig)), None)
+        check_trainer(type(self), config)
+        if config and self.surrogate:
+            check_arguments(config, self.surrogate)
+        super().__init__(*args, **options)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, Record):
                 callback.attach(self)
@@ -162,13 +155,10 @@ def check_arguments(args: trl.GRPOConfig, surrogate: Surrogate) -> None:
     if args.loss_type not in AGGREGATIONS:
         fix = f"loss_type says how losses are averaged: one of {', '.join(AGGREGATIONS)}"
         raise ValueError(f"loss_type={args.loss_type!r} is a loss of TRL's: name it as surrogate=; {fix}")
+    own = {name: value for name, value in vars(surrogate).items() if value is not None}
+    own = {"epsilon_high": own.get("epsilon")} | own
     for name, value in vars(args).items():
-        if not name.startswith(REPLACED):
-            continue
-        known = getattr(surrogate, name, None)
-        if known is None and name == "epsilon_high":
-            known = getattr(surrogate, "epsilon", None)
-        if value is not None and value not in (known, getattr(type(args), name)):  # what it does, or the default
+        if name.startswith(REPLACED) and value not in (None, own.get(name), getattr(type(args), name)):
             raise ValueError(f"{name}={value!r} has no effect here: leave it out; it is an argument of surrogate=")
 
 
@@ -176,7 +166,9 @@ class Record(TrainerCallback):
     """Writes a run folder for ``pspo view``, ``report`` and ``compare``: settings, all that TRL logs, and completions
     and tokens of each rollout's first groups, on process 0. It changes no bit of the training.
 
-    Its methods stand in the order in which a run calls them; `watch_rollout` and `watch_loss` wrap methods of TRL's.
+    Methods stand in the order in which TRL calls them: `on_train_begin`; for each rollout `watch_rollout`; for each
+    microbatch `watch_loss`, then the hook of `add_microbatch` in its backward pass; after each optimizer step
+    `on_step_end` and `on_log`, which also ends the run. `forget` lists what is kept between these calls.
 
     The weight of a token is d loss / d logprob of TRL's own backward pass, after masks, corrections and KL, times the
     step's number of tokens. It lacks the gradients of an entropy bonus and of a router's loss.
@@ -193,15 +185,19 @@ class Record(TrainerCallback):
         self.forget()
 
     def forget(self) -> None:
+        """Forget an earlier run, and what an interrupted one left."""
         self.rows = 0  # drawn so far
         self.problems: dict[str, int] = {}  # numbers of prompts, in the order in which they come
-        self.samples: dict[int, dict[str, Any]] = {}  # by row, of the rollout that is trained on
-        self.tokens: list[pd.DataFrame] = []  # of each of these
-        self.visits: list[dict[str, Any]] = []  # of optimizer steps to these tokens, columns of tokens.parquet
-        self.microbatches: list[dict[str, Tensor]] = []  # (b, t), of the optimizer step that is computed
-        self.statistics: dict[str, float] = {}  # of a rollout's last step
         self.line: dict[str, Any] = {}  # of metrics.jsonl, the last one
         self.line_begins = 0  # bytes before it
+        self.microbatches: list[dict[str, Tensor]] = []  # (b, t), of the optimizer step that is computed
+        self.statistics: dict[str, float] = {}  # of a rollout's last step, for its line
+        self.forget_rollout()
+
+    def forget_rollout(self) -> None:
+        self.samples: dict[int, dict[str, Any]] = {}  # lines of samples.jsonl, by row
+        self.tokens: list[pd.DataFrame] = []  # of each sample
+        self.visits: list[dict[str, Any]] = []  # by optimizer step, columns of tokens.parquet
 
     def attach(self, trainer: trl.GRPOTrainer) -> "Record":
         """Record a trainer's runs. ValueError if its loss is not TRL's."""
@@ -252,9 +248,9 @@ class Record(TrainerCallback):
         """Keep the samples of a rollout's first groups, and their tokens."""
         rewards, *_, completion_ids = scored  # of all processes, and before masks hide some tokens
         trainer = self.trainer
-        tokenizer = tokenizer_of(trainer)
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # it may be a processor
         own_rewards = rewards[trainer.accelerator.process_index * len(inputs) :].tolist()
-        stops = stop_ids(trainer)
+        stops = stop_ids(trainer, tokenizer)
         for i, row in enumerate(rows[: self.groups * trainer.num_generations]):
             prompt = json.dumps(inputs[i].get("prompt", ""), default=str)
             ids = list(completion_ids[i])
@@ -308,6 +304,7 @@ class Record(TrainerCallback):
         logprobs.register_hook(keep_gradient)
 
     def on_step_end(self, args: trl.GRPOConfig, state: Any, control: Any, **_: Any) -> None:
+        """Keep the step's visits to the samples' tokens; after the rollout's last step write them."""
         if not self.microbatches:
             raise RuntimeError(f"the loss of TRL {trl.__version__} takes another way than Record knows: {TRIED}")
         step = unmasked_tokens(self.microbatches)
@@ -316,7 +313,7 @@ class Record(TrainerCallback):
         visit = pd.DataFrame({name: values[is_recorded].double().numpy() for name, values in step.items()})
         visit = visit.merge(pd.concat(self.tokens), on=["drawn", "position"])
         self.visits.append(dict(visit.assign(step=state.global_step)))
-        if self.trainer._step % (args.steps_per_generation * self.trainer.num_iterations) == 0:  # the rollout's last
+        if self.trainer._step % (args.steps_per_generation * self.trainer.num_iterations) == 0:
             self.statistics = step_statistics(step)
             self.write_rollout()
 
@@ -327,9 +324,7 @@ class Record(TrainerCallback):
             with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as lines:
                 lines.write(as_lines({"step": step} | sample for sample in self.samples.values()))
             write_tokens(self.folder, step, self.visits)
-        self.samples = {}
-        self.tokens = []
-        self.visits = []
+        self.forget_rollout()
 
     def on_log(self, args: trl.GRPOConfig, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Write the step's line of metrics.jsonl, which training and evaluation share; last, summary.json."""
@@ -385,14 +380,8 @@ def as_lines(records: Iterable[dict[str, Any]]) -> str:
     return "".join(json.dumps(record, default=str) + "\n" for record in records)
 
 
-def tokenizer_of(trainer: trl.GRPOTrainer) -> Any:
-    """The tokenizer; that of a processor if the model sees images."""
-    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-
-
-def stop_ids(trainer: trl.GRPOTrainer) -> set[int | None]:
+def stop_ids(trainer: trl.GRPOTrainer, tokenizer: PreTrainedTokenizerBase) -> set[int | None]:
     """Ids of which one ends a completion that is not truncated; a model may have several."""
-    tokenizer = tokenizer_of(trainer)
     ids = trainer.accelerator.unwrap_model(trainer.model).generation_config.eos_token_id
     return {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id, tokenizer.pad_token_id}
 

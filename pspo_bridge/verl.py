@@ -19,8 +19,6 @@ from verl.workers.config import actor
 
 from pspo_bridge import BUILT_IN, make_surrogate, token_losses
 
-CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")  # of verl's own losses
-
 
 @dataclass
 class PolicyLossConfig(actor.PolicyLossConfig):
@@ -41,7 +39,7 @@ def check_clip_ratios(config: actor.ActorConfig) -> None:
     """Raise ValueError for bounds of verl's own losses that somebody set: a surrogate has its own."""
     for one in fields(config):
         value = getattr(config, one.name)
-        if one.name in CLIP and value != one.default:
+        if one.name.startswith("clip_ratio") and value != one.default:
             fix = "leave it out; a bound is one of +actor_rollout_ref.actor.policy_loss.arguments"
             raise ValueError(f"actor.{one.name}={value} has no effect with {config.policy_loss.loss_mode}: {fix}")
 
