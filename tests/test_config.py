@@ -299,7 +299,7 @@ def test_help_has_a_text_for_every_switch(words, capsys):
 
 def test_the_guide_lists_exactly_the_switches():
     page = (ROOT / "docs/guide/switches.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `--([\w.]+)` \| .+ \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\* `--([\w.]+)`: .+$", page, re.MULTILINE)
     assert rows == list(find_switches(TrainConfig))
 
 

@@ -99,7 +99,6 @@ def test_decoupled_ratios():
     assert {*table.index} == {*rewards}
     assert_column(table["final reward"], rewards)
     assert_column(table["decoupled Clip minus it"], -rewards.sub(rewards["Clip 0.2, decoupled"], axis=0))
-    assert_column(table["Clip on time minus it"], -rewards.sub(rewards["Clip 0.2, on time"], axis=0))
 
 
 def with_arms(rows: pd.DataFrame) -> pd.DataFrame:
