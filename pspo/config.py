@@ -115,14 +115,14 @@ class ModelConfig(Section, name="model"):
 class DataConfig(Section, name="data"):
     """Problems and prompts."""
 
-    name: str = switch("arithmetic", "or letters, sums, gsm8k, math, svamp, asdiv, a+b, hub ids, file", "basic", "main")
-    path: str | None = switch(None, "local file or folder; unset, the hub", "basic", "path", "free", "no setting")
+    name: str = switch("arithmetic", "letters, sums, gsm8k, math, svamp, asdiv, A+B, a hub id, file", "basic", "main")
+    path: str | None = switch(None, "local file or folder; unset, data.name", "basic", "path", "free", "no setting")
     hub: dict[str, str | dict[str, str]] = switch(dict, "config, revision, and splits: {train: NAME, ...}", "mapping")
     limit: int | None = switch(None, "number of problems of the split to use; unset, all", "basic", above=0)
     seed: int = switch(0, "shuffles the problems and draws the validation split")
     columns: dict[str, str] = switch(dict, "your names of the columns prompt and answer", "basic", "mapping")
     answer_kind: AnswerKind | None = switch(None, "gold answers are exact numbers, text or none; unset, by the data")
-    holdout: float | None = switch(None, "share of one split for a test; unset, a fifth", "basic", at_least=0, below=1)
+    holdout: float | None = switch(None, "share held out for a test; unset, a fifth", "basic", at_least=0, below=1)
     system_prompt: str | None = switch(None, 'system message, "" for none; unset, the paper\'s if answers are numbers')
     chat_template: dict[str, Any] | str | None = switch(None, "a Jinja file, or arguments", "path", "mapping")
     max_prompt_tokens: int = switch(512, "drop problems with longer prompts", above=0)
@@ -178,7 +178,7 @@ class RolloutConfig(Section, name="rollout"):
     """Sampling of completions."""
 
     prompts: int = switch(32, "prompts per rollout", "basic", above=0)
-    group_size: int = switch(4, "completions per prompt; of 1 the advantage is always 0", "basic", at_least=2)
+    group_size: int = switch(4, "completions per prompt; with 1 all advantages are 0", "basic", at_least=2)
     max_completion_tokens: int = switch(128, "maximum length of a completion", "basic", above=0)
     stop_tokens: list[str] | None = switch(None, "tokens that end a completion; unset, the model's and its template's")
     stop_strings: list[str] = switch(list, 'texts that end a completion, too, such as "Question:"')
@@ -189,7 +189,7 @@ class RolloutConfig(Section, name="rollout"):
     decoder: Decoder = switch("auto", "pspo, graphs (CUDA graphs), hf (transformers); auto, the first that can draw")
     engine: str | dict[str, Any] | None = switch(None, "class that draws, such as pspo_vllm.VLLM; unset, pspo", "class")
     environment: str | dict[str, Any] | None = switch(None, "class that answers the model; unset, one turn", "class")
-    lag: int = switch(0, "train on each rollout LAG rollouts after it was drawn", at_least=0)
+    lag: int = switch(0, "train on each rollout after LAG later ones are sampled", at_least=0)
     resample: int = switch(0, "times that groups without a signal are replaced (DAPO's dynamic sampling)", at_least=0)
 
 
@@ -198,10 +198,10 @@ class AlgorithmConfig(Section, name="algorithm"):
     """Advantages and loss."""
 
     surrogate: losses.Surrogate = switch(losses.PSPO, "a class of pspo.losses, or your own by path", "basic", "main")
-    terms: list[losses.Term | Callable] = switch(list, "import paths of what comes after the surrogate in the loss")
+    terms: list[losses.Term | Callable] = switch(list, "import paths of changes to the surrogate's loss")
     epochs: int = switch(2, "passes over each rollout", "basic", above=0)
     minibatches: int = switch(1, "optimizer steps per pass", above=0)
-    shuffle: bool = switch(False, "draw the minibatches anew in each pass after the first")
+    shuffle: bool = switch(False, "shuffle the minibatches again in each later pass")
     aggregation: losses.Aggregation | Callable = switch("dapo", "dapo, grpo, dr_grpo, or a function")
     advantages: Advantages | Callable = switch("none", "none, group, batch, rloo, maxrl, gdpo, or a function", "basic")
     beta: float = switch(0.0, "weight of the KL penalty to the reference model", "basic", at_least=0)
@@ -210,7 +210,7 @@ class AlgorithmConfig(Section, name="algorithm"):
     reference_every: int = switch(0, "rollouts after which the policy becomes the reference; 0: never", at_least=0)
     entropy_coef: float = switch(0.0, "weight of the entropy bonus", at_least=0)
     mask_truncated: bool = switch(False, "exclude completions that hit the token limit from the loss")
-    nucleus: Literal["ignore", "replay"] = switch("ignore", "replay: log-probs over what each token was drawn from")
+    nucleus: Literal["ignore", "replay"] = switch("ignore", "replay: log-probs over the tokens that top_p kept")
     ratio_to: Literal["behaviour", "proximal"] = switch("behaviour", "proximal: to the policy before the update")
     correction: losses.Correction | Callable | None = switch(None, "weight by old / sampler probability", compare=False)
     correction_cap: float = switch(3.0, "largest correction weight", above=0)
@@ -266,11 +266,11 @@ class RunConfig(Section, name="run"):
     validate_every: int = switch(20, "steps between validations; 0 for none", "basic", "no setting", at_least=0)
     validation_limit: int = switch(128, "validation problems", "no setting", above=0)
     test_limit: int = switch(500, "test problems, before and after; 0 for none", "basic", "no setting", at_least=0)
-    save_every: int = switch(50, "steps between checkpoints; 0: at the end alone", "free", "no setting", at_least=0)
+    save_every: int = switch(50, "steps between checkpoints; 0: only at the end", "free", "no setting", at_least=0)
     keep: int = switch(2, "newest checkpoints to keep, besides the best model", "free", "no setting", above=0)
     record_tokens: int = switch(2, "groups per rollout whose texts and tokens are written", "no setting", at_least=0)
-    quiet: bool = switch(False, "print warnings, errors and the result alone", "free", "no setting")
-    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = switch("none", "logs, too", "free", "no setting")
+    quiet: bool = switch(False, "print only warnings, errors and the result", "free", "no setting")
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = switch("none", "log there too", "free", "no setting")
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ class EvalConfig(Section, name="eval"):
     max_completion_tokens: int = switch(128, "maximum length of a completion", "basic", above=0)
     stop_tokens: list[str] | None = switch(None, "tokens that end a completion; unset, the model's and its template's")
     stop_strings: list[str] = switch(list, 'texts that end a completion, too, such as "Question:"')
-    max_tokens: int = switch(65_536, "tokens decoded at a time; fewer save memory, and draw other samples", above=0)
+    max_tokens: int = switch(65_536, "tokens decoded at a time; fewer save memory, the samples differ", above=0)
     environment: str | dict[str, Any] | None = switch(None, "environment's class, as in training", "class")
 
     def __post_init__(self) -> None:

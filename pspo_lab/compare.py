@@ -30,8 +30,8 @@ that so many seeds and problems find at 80% power; then the seeds that would fin
 def main(args: Sequence[str] | None = None) -> None:
     """Print the differences B - A, paired by problem, and by seed where there are several."""
     parser = argparse.ArgumentParser("pspo compare", description=__doc__)
-    what = "two of: a finished evaluation or run (its test after training), or a folder of runs that differ in their "
-    what += "seed alone; a folder or .jsonl file. Or one run, or folder of such runs: their tests before and after"
+    what = "two of: a finished evaluation or run (its test after training), as a folder or .jsonl file; or a folder of "
+    what += "runs that differ only in seed. Or one run or such a folder: the tests before and after training"
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=what)
     paths = parser.parse_args(args).paths
     with user_errors("pspo compare"):

@@ -1,10 +1,9 @@
 """Tables and pictures of trainings: ``pspo report RUNS... --output_dir report``.
 
-RUNS are run folders, or folders that hold some, however deep. Settings of another model or other
-training data are another task, with tables and pictures of its own. Writes ``report.md`` (everything), the tables as
-``table.csv`` (one line a cell, shares not in percent), and pictures as SVG.
-Runs without a ``summary.json`` are not finished: their curves are drawn, and the tables leave them out. Of several
-evaluations of a model on the same problems the last one, by folder, counts.
+RUNS are run folders, or folders that hold some, however deep. Each model with its training data is a task, with tables
+and pictures of its own. Writes ``report.md`` (everything), the tables as ``table.csv`` (a line per cell, shares from 0
+to 1), and pictures as SVG. Runs without a ``summary.json`` are not finished: their curves are drawn, and the tables
+leave them out. Of several evaluations of a model on the same problems, the one in the folder that sorts last counts.
 """
 
 import argparse

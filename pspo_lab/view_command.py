@@ -1,6 +1,6 @@
 """Look inside runs: ``pspo view RUN [RUN ...]`` writes a page of curves, groups, tokens, tests, findings.
 
-RUN is a run's folder, or one that holds some. A run that trains is shown as far as it is.
+RUN is a run's folder, or one that holds some. A run in progress is shown up to now.
 ``--surrogates 'Clip(epsilon=0.1)' PSPO my_loss.SoftClip`` compares the tokens' weights under these; unset, under
 all of `pspo.losses`.
 

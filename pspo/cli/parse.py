@@ -179,7 +179,7 @@ def unknown_switch(name: str, switches: dict[str, Field]) -> str:
 
 def print_help(config_class: type, prog: str, topic: str) -> None:
     """Print what each basic switch is; or each of a section, or of all."""
-    texts = {"print_config": "print the configuration as YAML and exit", "help": "all, or the switches of a SECTION"}
+    texts = {"print_config": "print the configuration as YAML and exit", "help": "all, or a section such as rollout"}
     texts["config"] = f"YAML file, or {', '.join(METHODS)}; later switches override it"
     for switch, part in find_switches(config_class).items():
         if not topic and "basic" not in part.metadata["facts"]:
