@@ -71,8 +71,10 @@ class Section:
             if limits and value is not None:
                 is_within = all(COMPARISONS[name](value, limit) for name, limit in limits.items())
                 rule = " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
-                is_finite = isinstance(value, int) or math.isfinite(value)  # an int may be too large for a float
-                require(is_within and is_finite, f"{self.section}{part.name}", f"must be {rule}", value)
+                if isinstance(value, float) and math.isinf(value):
+                    rule = "finite"
+                    is_within = False
+                require(is_within, f"{self.section}{part.name}", f"must be {rule}", value)
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,11 @@ class RolloutConfig(Section, name="rollout"):
     lag: int = switch(0, "train on each rollout after LAG later ones are sampled", at_least=0)
     resample: int = switch(0, "times that groups without a signal are replaced (DAPO's dynamic sampling)", at_least=0)
 
+    @property
+    def draws_by_engine(self) -> bool:
+        """True if an engine draws whole rollouts, and not the turns of an environment's episodes."""
+        return self.engine is not None and self.environment is None
+
 
 @dataclass(frozen=True)
 class AlgorithmConfig(Section, name="algorithm"):
@@ -225,6 +232,27 @@ class AlgorithmConfig(Section, name="algorithm"):
         if self.reference_every > 0:
             rule = "needs --algorithm.beta above 0, and no --algorithm.reference, which is not replaced"
             require(self.beta > 0 and self.reference is None, "algorithm.reference_every", rule, self.reference_every)
+
+    def ratios_to_engine(self, rollout: RolloutConfig) -> bool:
+        """True if ratios are to an engine's own log-probs: it drew with weights that are gone when they are needed."""
+        return rollout.draws_by_engine and rollout.lag > 0 and self.ratio_to == "behaviour"
+
+    def for_rollouts(self, rollout: RolloutConfig) -> "AlgorithmConfig":
+        """This, with the correction that rollouts drawn so need; ValueError for what they do not allow."""
+        algorithm = replace(self)
+        is_off_policy = rollout.draws_by_engine and not self.ratios_to_engine(rollout)
+        if self.correction is None and is_off_policy:
+            object.__setattr__(algorithm, "effective_correction", "token_truncate")
+        rule = f"must not be above rollout.prompts ({rollout.prompts}): groups stay whole"
+        require(self.minibatches <= rollout.prompts, "algorithm.minibatches", rule, self.minibatches)
+        by_policy = rollout.engine is rollout.environment is None and rollout.decoder != "hf"  # which records log-probs
+        rule = "must be none with --rollout.decoder hf, an environment, or ratios to an engine that lags"
+        correction = algorithm.effective_correction
+        require(by_policy or is_off_policy or correction == "none", "algorithm.correction", rule, correction)
+        can_replay = by_policy and (rollout.top_p < 1 or rollout.top_k > 0)
+        rule = "must be ignore with --rollout.decoder hf, an environment, an engine, or neither top_p nor top_k"
+        require(can_replay or self.nucleus == "ignore", "algorithm.nucleus", rule, self.nucleus)
+        return algorithm
 
     @cached_property
     def loss_terms(self) -> list[losses.Term | Callable]:
@@ -279,6 +307,14 @@ class DistributedConfig(Section, name="distributed"):
 
     strategy: Literal["none", "ddp", "fsdp2"] = switch("none", "ddp: whole models; fsdp2: shards", "no setting")
 
+    def check(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
+        """Raise ValueError for what cannot be sharded."""
+        if self.strategy == "fsdp2":
+            rule = "must be adamw or sgd under fsdp2, which shards it"
+            require("8bit" not in optimizer.name, "optimizer.name", rule, optimizer.name)
+            every = algorithm.reference_every
+            require(every == 0, "algorithm.reference_every", "must be 0 under fsdp2", every)
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -294,45 +330,17 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        rollout = self.rollout
-        algorithm = replace(self.algorithm)
-        if algorithm.correction is None and self.draws_by_engine and not self.ratios_to_engine:
-            object.__setattr__(algorithm, "effective_correction", "token_truncate")
-        object.__setattr__(self, "algorithm", algorithm)
+        object.__setattr__(self, "algorithm", self.algorithm.for_rollouts(self.rollout))
         rule = "must name at least one reward, or --algorithm.beta be above 0: on-policy distillation"
-        require(self.reward.functions or algorithm.beta > 0, "reward.functions", rule, self.reward.functions)
-        rule = f"must not be above rollout.prompts ({rollout.prompts}): groups stay whole"
-        require(algorithm.minibatches <= rollout.prompts, "algorithm.minibatches", rule, algorithm.minibatches)
-
-        records = rollout.environment is None and rollout.decoder != "hf"
-        can_correct = (records or self.draws_by_engine) and not self.ratios_to_engine
-        rule = "must be none with --rollout.decoder hf, an environment, or ratios to an engine that lags"
-        correction = algorithm.effective_correction
-        require(can_correct or correction == "none", "algorithm.correction", rule, correction)
-        can_replay = records and rollout.engine is None and (rollout.top_p < 1 or rollout.top_k > 0)
-        rule = "must be ignore with --rollout.decoder hf, an environment, an engine, or neither top_p nor top_k"
-        require(can_replay or algorithm.nucleus == "ignore", "algorithm.nucleus", rule, algorithm.nucleus)
-
-        if self.distributed.strategy == "fsdp2":
-            name = self.optimizer.name
-            require("8bit" not in name, "optimizer.name", "must be adamw or sgd under fsdp2, which shards it", name)
-            every = algorithm.reference_every
-            require(every == 0, "algorithm.reference_every", "must be 0 under fsdp2", every)
+        require(self.reward.functions or self.algorithm.beta > 0, "reward.functions", rule, self.reward.functions)
+        self.distributed.check(self.algorithm, self.optimizer)
 
     @property
-    def draws_by_engine(self) -> bool:
-        """True if an engine draws whole rollouts, and not the turns of an environment's episodes."""
-        return self.rollout.engine is not None and self.rollout.environment is None
-
-    @property
-    def ratios_to_engine(self) -> bool:
-        """True if ratios are to an engine's own log-probs: it drew with weights that are gone when they are needed."""
-        return self.draws_by_engine and self.rollout.lag > 0 and self.algorithm.ratio_to == "behaviour"
-
-    @property
-    def draws_ahead(self) -> bool:
-        """True if an engine draws the next rollout while one is trained on; resampling first needs its rewards."""
-        return self.draws_by_engine and self.rollout.lag > 0 and self.rollout.resample == 0
+    def split_limits(self) -> dict[str, int | None]:
+        """The splits that the run has, and how many problems of each."""
+        validation = self.run.validation_limit if self.run.validate_every else 0
+        limits = {"train": self.data.limit, "validation": validation, "test": self.run.test_limit}
+        return {split: limit for split, limit in limits.items() if limit != 0}
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError unless a minibatch's prompts divide evenly among the ranks."""

@@ -123,10 +123,10 @@ def gather_objects(value: T) -> list[T]:
     return values
 
 
-def gather_on_main(value: T) -> list[T]:
-    """On rank 0 every rank's value, in rank order; nothing elsewhere. Tensors must be on the CPU."""
-    values = gather_objects(value)
-    return values if is_main() else []
+def gather_on_main(values: list[T]) -> list[T]:
+    """On rank 0 the values of every rank, in rank order; none elsewhere. Tensors must be on the CPU."""
+    gathered = gather_objects(values)
+    return [value for values in gathered for value in values] if is_main() else []
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

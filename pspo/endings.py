@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | the last step is taken | none | final model, summary | the results | 0 |
 | first SIGTERM or Ctrl-C | Stopped | the snapshot | stopped; how to go on | 75 |
-| second one | KeyboardInterrupt | nothing more | stopped; how to go on | 130 |
+| second one; in an evaluation the first | KeyboardInterrupt; Stopped | nothing more | stopped; how to go on | 130 |
 | a reward, environment or advantage raises | UserCodeFailed | the snapshot | the user's frames; how to go on | 1 |
 | a surrogate or term raises, or returns no loss of every token | UserCodeFailed | nothing more | the same | 1 |
 | an engine fails | EngineError, then RunFailed | nothing more | its line; how to go on | 1 |
@@ -82,14 +82,12 @@ def save_at_end(run: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exit_codes(prog: str, memory_advice: str) -> Iterator[None]:
-    """End a command by the code of what it raises."""
+def exit_codes(prog: str, memory_advice: str, stopped: int = EXIT_STOPPED) -> Iterator[None]:
+    """End a command by the code of what it raises, by ``stopped`` at a first signal."""
     try:
         yield
-    except Stopped:
-        raise SystemExit(EXIT_STOPPED) from None
-    except KeyboardInterrupt:
-        raise SystemExit(EXIT_INTERRUPTED) from None
+    except (Stopped, KeyboardInterrupt) as error:
+        raise SystemExit(stopped if isinstance(error, Stopped) else EXIT_INTERRUPTED) from None
     except RunFailed as error:
         if dist.is_main():
             print(f"\n{prog}: {error}", file=sys.stderr)

@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -70,8 +69,15 @@ class StopSignals:
             raise self.error
 
 
-block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, SIGNALS)
-unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, SIGNALS)
+forking = threading.local()  # mask: the signals that the thread blocked before it forked
+
+
+def block() -> None:
+    forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def restore() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
 
 
 def restore_in_child() -> None:
@@ -79,7 +85,7 @@ def restore_in_child() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     if hasattr(handler, "terminate"):
         signal.signal(signal.SIGTERM, handler.terminate)
-    unblock()
+    restore()
 
 
-os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore_in_child)  # none is lost in between
+os.register_at_fork(before=block, after_in_parent=restore, after_in_child=restore_in_child)  # none is lost in between

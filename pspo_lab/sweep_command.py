@@ -33,7 +33,7 @@ from tqdm import tqdm
 from pspo import distributed as dist
 from pspo.cli.files import flat, lock_folder, read_json, to_yaml, write_json, write_text
 from pspo.cli.parse import parse
-from pspo.endings import EXIT_STOPPED, user_errors
+from pspo.endings import EXIT_INTERRUPTED, EXIT_STOPPED, user_errors
 from pspo.tasks.files import local_path
 from pspo.terminal import Bar
 from pspo_lab.power import Estimate, seeds_text
@@ -88,7 +88,7 @@ class JobRunner:
         printed = log_file.read_bytes()[start:].decode(errors="replace")
         last_line = re.split(r"\n[EW]\d{4} ", printed)[0].rstrip().rpartition("\n")[2]  # before torchrun's
         self.failed[job.folder] = f"exit code {exit_code}, no {product.name}: {last_line}"
-        if exit_code != EXIT_STOPPED:  # that one resumes the next time
+        if exit_code not in (EXIT_STOPPED, EXIT_INTERRUPTED):  # those are run again the next time
             write_text(job.folder.with_suffix(".failed"), self.failed[job.folder])
 
     async def launch(self, command: list[str], gpus: str | None, log: IO[bytes]) -> int:
@@ -214,7 +214,7 @@ def run_plan(sweep: SweepConfig, plan: list[Method]) -> None:
             asyncio.run(run_stages(runner, plan, output))
         except asyncio.CancelledError:
             print("\nstopped; the same command resumes", file=sys.stderr)
-            raise SystemExit(130) from None
+            raise SystemExit(EXIT_INTERRUPTED) from None
     for folder, reason in runner.failed.items():
         print(f"failed: {folder}: {reason} (see {folder.with_suffix('.log')})", file=sys.stderr)
     if runner.failed:

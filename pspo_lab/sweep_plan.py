@@ -162,7 +162,7 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
 def require_same_switches(folder: Path, values: Switches, ignored: Sequence[str]) -> None:
     """ValueError if a run or an evaluation that has begun there has other switches than these."""
     if (folder / "metrics.jsonl").exists() or (folder / "completions.jsonl").exists():
-        require_same(folder, values, ignored, "move it away")
+        require_same(folder, values, lambda name, *_: name in ignored, "move it away")
 
 
 def make_method(sweep: SweepConfig, name: str, method: str, grid: Switches | list[Switches]) -> Method:

@@ -65,14 +65,6 @@ def fast(*args: str, output: str = "out") -> list[dict]:
     return read_jsonl(Path(output) / "metrics.jsonl")
 
 
-def own_data(folder: Path, *splits: str, prompt: str = "prompt", answer: str = "answer") -> Path:
-    folder.mkdir()
-    for split in splits:
-        records = [{prompt: f"Tom has {n} apples. He buys 2 more. How many?", answer: n + 2} for n in range(2, 11)]
-        append_jsonl(folder / f"{split}.jsonl", *records)
-    return folder
-
-
 # --- one real run, looked at from all sides ---------------------------------------------------------------------------
 
 
@@ -262,7 +254,8 @@ def bad_input(tmp_path_factory) -> Path:
     tokenizer = load_tokenizer(pspo.config.ModelConfig())
     tokenizer.add_tokens("<image>")
     tokenizer.save_pretrained(folder / "image")
-    own_data(folder / "columns", "train", "test", prompt="question")
+    (folder / "columns").mkdir()
+    append_jsonl(folder / "columns/train.jsonl", {"question": "Tom has 3 apples. How many?", "answer": 3})
     return folder
 
 
@@ -285,7 +278,7 @@ def test_what_cannot_be_loaded_is_refused_by_name(bad_input, monkeypatch, refuse
 @pytest.mark.parametrize("switch", ["run.max_steps=-1", "rollout.group_sise=4", "run.output_dir=thesis.tex/below"])
 def test_a_bad_configuration_stops_before_anything_is_loaded(here, refused, monkeypatch, switch):
     (here / "thesis.tex").write_text("mine")
-    monkeypatch.setattr(pspo.run.run, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
+    monkeypatch.setattr(pspo.evaluate.inputs, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
     assert switch.partition("=")[0] in refused(train, f"--{switch}")
 
 

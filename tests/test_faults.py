@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import TINY, Payload, assert_same, run_command
+from processes import TINY, Payload, assert_same, forked, run_command
 from safetensors.torch import load_file
 
+import pspo.run.command
 import pspo.run.recorder
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
@@ -22,7 +24,7 @@ from pspo.losses import NoClip
 from pspo.model import ASSETS
 from pspo.run.command import prepare
 from pspo.run.folders import checkpoints
-from pspo.run.recorder import rollout_metrics
+from pspo.run.recorder import Row, rollout_metrics
 from pspo.tasks import Problem, Reward
 from pspo.tasks.workers import worker_pool
 from pspo.train import main
@@ -173,6 +175,24 @@ def test_processes_of_a_users_code_are_ordinary_ones(args):
     assert train("--reward.functions=[light_rewards.lengths_by_processes]", "--run.max_steps=2", *args) == 0
 
 
+def test_a_fork_leaves_the_signals_blocked_that_were():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        assert forked(lambda: int(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []))) == 1
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before | {signal.SIGTERM}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_switches_that_save_memory_are_named_with_the_fork_that_may_change_them(capsys, monkeypatch):
+    def prepare(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(pspo.run.command, "prepare", prepare)
+    assert train() == 1
+    assert "begin anew, or with --run.fork_from, under lower --optimizer.micro" in capsys.readouterr().err
+
+
 def test_a_run_in_a_thread():
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(train).result() == 0
@@ -205,9 +225,10 @@ def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen(capsys)
 
 
 def test_empty_and_truncated_completions_are_counted():
-    rows = {"text": ["", " \n", "a", "b c"], "problem": [Problem("?")] * 4, "truncated": [False, False, True, True]}
-    rows |= {"reward": [0.0, 1.0, math.nan, 0.5], "reward/A": [math.nan] * 4, "advantage": [0.0] * 4, "tokens": [1] * 4}
-    seen = rollout_metrics(rows | {"trained": [True, False, False, False]})
+    row = Row(0, "", 0.0, 0.0, True, 1, False, None, {"A": math.nan}, {})
+    others = [row._replace(text=text, trained=False) for text in (" \n", "a", "b c")]
+    rows = [row, others[0]._replace(reward=1.0), others[1]._replace(reward=math.nan, truncated=True)]
+    seen = rollout_metrics([*rows, others[2]._replace(reward=0.5, truncated=True)], [Problem("?")])
     assert (seen["empty_share"], seen["truncated_share"], seen["reward_unknown_share"]) == (0.5, 0.5, 0.25)
     assert seen["trained_share"] == 0.25
     assert seen["reward"] == 0.5

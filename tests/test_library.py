@@ -201,6 +201,7 @@ def test_a_preset_and_a_file_are_below_the_other_arguments(here):
     ("call", "message"),
     [
         ({"reward": lambda completions: [1.0]}, "define it at the top of a module"),
+        ({"rollout": 4}, "rollout must be a dict of its switches, got 4"),
         ({"algorithm": Forgetful(0.3)}, "Forgetful does not keep its argument width: make it a dataclass"),
     ],
 )
@@ -212,7 +213,7 @@ def test_wrong_settings_raise(here, call, message):
 
 @pytest.mark.parametrize(
     ("package", "call"),
-    [("peft", {"model": {"lora": {"rank": 2}}}), ("trackio", {"run": {"tracker": "trackio"}})],
+    [("peft", {"model": {"lora": {"rank": 2}}}), ("wandb", {"run": {"tracker": "wandb"}})],
 )
 def test_a_missing_package_is_named_before_anything_is_written(here, monkeypatch, package, call):
     monkeypatch.setitem(sys.modules, package, None)

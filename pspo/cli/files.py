@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib import metadata
@@ -18,20 +19,25 @@ import yaml
 from pspo import __version__
 from pspo.tasks.files import plain
 
-Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values
+Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values, and `DERIVED`
 Changes = dict[str, tuple[Any, Any]]  # values (old, new) by switch
 
+DERIVED = "derived"  # the switches that were left open, whose values follow from the others
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # which damaged content raises
 
 
-def flat(config: Settings, prefix: str = "") -> dict[str, Any]:
-    """The values of a nested configuration by switch: {"run.seed": 0}."""
+def flat(config: Settings, whole: Collection[str] | None = None, prefix: str = "") -> dict[str, Any]:
+    """The values of a nested configuration by switch: {"run.seed": 0}; ``whole`` ones, by default mappings, stay."""
     from pspo.config import switches_with  # slow to import: torch
 
+    whole = switches_with("mapping") if whole is None else whole
     values = {}
     for name, value in config.items():
-        nested = isinstance(value, dict) and f"{prefix}{name}" not in switches_with("mapping")
-        values |= flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+        switch = f"{prefix}{name}"
+        if isinstance(value, dict) and switch not in whole:
+            values |= flat(value, whole, f"{switch}.")
+        elif switch != DERIVED:
+            values[switch] = value
     return values
 
 
@@ -43,12 +49,12 @@ def differences(old: Settings, new: Settings) -> Changes:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def require_same(folder: Path, settings: Settings, may_differ: Collection[str], fix: str) -> Settings:
-    """The `differences` from the configuration in a folder; ValueError for those of switches that may not differ."""
+def require_same(folder: Path, settings: Settings, may_differ: Callable[[str, Any, Any], bool], fix: str) -> Changes:
+    """The `differences` from the configuration in a folder; ValueError for those (switch, old, new) that may not be."""
     changes = differences(read_config(folder / "config.yaml"), settings)
     refused = []
     for name, (old, new) in changes.items():
-        if name not in may_differ:
+        if not may_differ(name, old, new):
             refused.append(f"--{name.removesuffix('.class_path')} was {old!r}, is {new!r}")
     if refused:
         raise ValueError(f"--run.output_dir {folder} holds another experiment ({'; '.join(refused)}): {fix}")
@@ -111,8 +117,9 @@ def _parse(path: Path, content: bytes, parse: Callable[[bytes], Any]) -> dict[st
 
 
 def is_run(folder: Path) -> bool:
-    """True if a run has begun in the folder: others have a config.yaml, too, but not its lock."""
-    return (folder / ".lock").exists() and (folder / "config.yaml").exists()
+    """True if a run has begun in the folder; an evaluation has a config.yaml, too, but nothing else of a run."""
+    others = (".lock", "metrics.jsonl", "checkpoints")  # a copy of a run may lack the first
+    return (folder / "config.yaml").exists() and any((folder / name).exists() for name in others)
 
 
 def check_new_folder(folder: Path) -> None:
@@ -226,10 +233,8 @@ def environment(device: str, processes: int) -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The source tree's commit, with "-dirty" if it was changed; None for an installed package, or without git."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:  # a user's repository, in which the package is installed, does not track it
-        subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=True)
-        described = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
-        return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+    source = Path(__file__).parents[2]
+    command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40"]
+    if not (source / ".git").exists() or shutil.which("git") is None:
         return None
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None

@@ -8,13 +8,13 @@ import difflib
 import os
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pspo.cli.files import Settings, argument_text, read_yaml, to_yaml
-from pspo.cli.values import Word, as_list, from_word, read, yaml_value
+from pspo.cli.files import DERIVED, Settings, argument_text, differences, flat, read_yaml, to_yaml
+from pspo.cli.values import Word, from_word, read, yaml_value
 from pspo.config import TrainConfig, find_switches, switches_with
 from pspo.endings import user_errors
 from pspo.model.find import find_default_lr
@@ -33,23 +33,25 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
 
 def make_config(config_class: type[C], prog: str, words: Sequence[str], given: Settings) -> tuple[C, Settings]:
     """`parse` words, and nested settings over them; raises ValueError. Prints and exits for --help, --print_config."""
-    pairs = split_words(words)
+    switches = find_switches(config_class)
+    pairs = split_words(words, switches)
     if "help" in dict(pairs):
         print_help(config_class, prog, dict(pairs)["help"] or "")
         raise SystemExit(0)
-    switches = find_switches(config_class)
     values: dict[str, Any] = {}
     put_words(values, pairs, switches)
     put_all(values, given, switches)
     config = build(config_class, values)
-    if "print_config" in dict(pairs):  # with null where a default depends on other switches
-        print(to_yaml(yaml_value(config)), end="")
+    unresolved = yaml_value(config)  # with null where a default depends on other switches
+    if "print_config" in dict(pairs):
+        print(to_yaml(unresolved), end="")
         raise SystemExit(0)
     config = resolve(config)
     settings = yaml_value(config)
     if isinstance(config, TrainConfig):
         settings["algorithm"]["correction"] = yaml_value(config.algorithm.effective_correction)
-    return config, settings
+    changes = differences(unresolved, settings)
+    return config, settings | {DERIVED: sorted(switch for switch, (old, _) in changes.items() if old is None)}
 
 
 def resolve(config: C) -> C:
@@ -92,16 +94,18 @@ def build(config_class: type[C], values: dict[str, Any], prefix: str = "") -> C:
     return config_class(**parts)
 
 
-def split_words(words: Sequence[str]) -> list[tuple[str, str | None]]:
-    """The switches of a command, without their dashes, each with its value if it has one."""
+def split_words(words: Sequence[str], switches: dict[str, Field]) -> list[tuple[str, str | None]]:
+    """The switches of a command, without their dashes, each with its value if it has one; -h may be a text's value."""
     pairs: list[tuple[str, str | None]] = []
     for word in words:
+        last, value = pairs[-1] if pairs else ("", "")
+        is_open = value is None and not (word == "-h" and last in switches and switches[last].type is bool)
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             name = name.removesuffix(".class_path").replace(".init_args.", ".")  # as config.yaml has a class
             pairs.append((name, value if equals else None))
-        elif pairs and pairs[-1][1] is None:
-            pairs[-1] = (pairs[-1][0], word)
+        elif is_open:
+            pairs[-1] = (last, word)
         elif word == "-h":
             pairs.append(("help", None))
         else:
@@ -111,46 +115,32 @@ def split_words(words: Sequence[str]) -> list[tuple[str, str | None]]:
 
 def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], switches: dict[str, Field]) -> None:
     """Put the switches and files of a command over values by switch, in order."""
-    with_arguments = set()
-    for name, text in pairs:
-        switch = name.removesuffix("+")
-        owner = next((owner for owner in switches if f"{switch}.".startswith(f"{owner}.")), None)
+    for i, (name, text) in enumerate(pairs):
+        owner = next((owner for owner in switches if f"{name}.".startswith(f"{owner}.")), None)
+        if owner is None and name not in ("config", "print_config"):
+            raise ValueError(unknown_switch(name, switches))
         if name == "print_config":
             continue
-        if owner is None and name != "config":
-            raise ValueError(unknown_switch(name, switches))
         if text is None and (owner != name or switches[name].type is not bool):
-            raise ValueError(f"--{name} needs a value")
+            raise ValueError(f"--{name} needs a value; one that begins with -- is given as --{name}=VALUE")
+        if any(earlier.startswith(f"{name}.") for earlier, _ in pairs[:i]):
+            raise ValueError(f"--{name} must stand before its arguments")
         if name == "config":
             path = local_path(text)
             put_all(values, read_yaml(path if path.exists() else METHODS.get(text.lower(), path)), switches)
-            continue
-        word = Word("true" if text is None else text)
-        kind = switches[owner].type
-        old = values[owner] if owner in values else default_of(switches[owner])
-        if switch != owner:
-            with_arguments.add(owner)
-            values[owner] = with_item(old, switch.removeprefix(f"{owner}.").split("."), word, owner)
-        elif owner in with_arguments:
-            raise ValueError(f"--{owner} must stand before its arguments")
-        elif name.endswith("+"):
-            values[owner] = [*as_list(old), *as_list(from_word(kind, word, owner))]
+        elif name == owner:
+            values[owner] = from_word(switches[owner].type, "true" if text is None else text, owner)
         else:
-            values[owner] = from_word(kind, word, owner)
+            old = values[owner] if owner in values else default_of(switches[owner])
+            values[owner] = with_item(old, name.removeprefix(f"{owner}.").split("."), Word(text), owner)
 
 
-def put_all(values: dict[str, Any], given: Mapping[str, Any], switches: dict[str, Field], prefix: str = "") -> None:
-    """Put a nested configuration over values by switch; ValueError for a switch that there is not."""
-    for name, value in given.items():
-        switch = f"{prefix}{name}"
-        if switch in switches:
-            values[switch] = value
-        elif not any(other.startswith(f"{switch}.") for other in switches):
-            raise ValueError(unknown_switch(switch, switches))
-        elif not isinstance(value, Mapping):
-            raise ValueError(f"--{switch} must be a mapping of its switches, got {value!r}")
-        else:
-            put_all(values, value, switches, f"{switch}.")
+def put_all(values: dict[str, Any], given: Settings, switches: dict[str, Field]) -> None:
+    """Put a nested configuration over values by switch; what a run's config.yaml has derived is left open."""
+    values.update(flat(given, switches))
+    values.update(dict.fromkeys(given.get(DERIVED, ())))
+    for name in values.keys() - switches.keys():
+        raise ValueError(unknown_switch(name, switches))
 
 
 def with_item(old: Any, names: Sequence[str], word: Word, switch: str) -> Any:
@@ -171,8 +161,7 @@ def below(mapping: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
 
 def unknown_switch(name: str, switches: dict[str, Field]) -> str:
     """A line on a switch that there is not, with the one that may be meant."""
-    meant = [switch for switch in switches if switch.endswith(f".{name}")]
-    meant += difflib.get_close_matches(name, switches)
+    meant = [switch for switch in switches if switch.endswith(f".{name}")] + difflib.get_close_matches(name, switches)
     hint = f"; did you mean --{meant[0]}?" if meant else ""
     return f"unrecognized arguments: --{name}{hint}"
 

@@ -53,8 +53,12 @@ def config_from_python(
 
 def section_settings(name: str, section: Any) -> Settings:
     """The settings of one section, of which the main one may stand alone."""
-    main = next((switch for switch in switches_with("main") if switch.startswith(f"{name}.")), "")
-    return dict(section) if isinstance(section, Mapping) else {main.rpartition(".")[2]: section}
+    if isinstance(section, Mapping):
+        return dict(section)
+    for switch in switches_with("main"):
+        if switch.startswith(f"{name}."):
+            return {switch.removeprefix(f"{name}."): section}
+    raise ValueError(f"{name} must be a dict of its switches, got {section!r}")
 
 
 def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:

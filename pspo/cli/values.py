@@ -5,16 +5,19 @@ Python. Other types read it, from a command as YAML. Where a list is due, one it
 of texts is a list in brackets of items in quotes, such as ["a", "b"], and anything else is one text: [END].
 """
 
+import builtins
 import inspect
+import pathlib
 import pkgutil
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+import typing
+from collections import abc
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
-from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import yaml
@@ -33,43 +36,40 @@ def read(kind: Any, given: Any, switch: str) -> Any:
     """A value of this type; raises ValueError, naming the switch, for one that it does not take."""
     if isinstance(given, Word):
         given = from_word(kind, given, switch)
-    origin = get_origin(kind) or kind
     parts = get_args(kind)
-    if origin in (Union, types.UnionType):
-        return read_union(parts, given, switch)
-    if origin in (list, tuple, Sequence):
-        return [read(parts[0] if parts else Any, item, switch) for item in as_list(given)]
-    if kind in (str, Path):
-        if not isinstance(given, str):
-            raise ValueError(f"--{switch} must be a text, got {given!r}: write it in quotes")
-        return kind(given)
-    if origin is Literal:
-        named = {str(part): part for part in parts}
-        if str(given) not in named:
-            raise ValueError(f"--{switch} must be one of {', '.join(named)}, got {given}")
-        return named[str(given)]
-    if kind in NUMBERS:
-        accepted, name = NUMBERS[kind]
-        value = scalar(given) if isinstance(given, str) else given
-        if isinstance(value, accepted) and isinstance(value, bool) == (kind is bool):
-            return kind(value)
-        raise ValueError(f"--{switch} must be {name}, got {given}")
-    if origin is Callable or inspect.isabstract(kind):
-        return read_class(origin, given, switch)
-    if not isinstance(given, Mapping) and (is_dataclass(kind) or origin is dict):
-        raise ValueError(f"--{switch} must be a mapping such as {{name: value}}, got {given!r}")
-    if is_dataclass(kind):
-        return make(kind, given, switch)
-    if isinstance(given, Mapping):
-        item_kind = parts[1] if parts else Any
-        return {str(name): read(item_kind, item, f"{switch}.{name}") for name, item in given.items()}
-    return untyped(given)
+    match get_origin(kind) or kind:
+        case typing.Union | types.UnionType:
+            return read_union(parts, given, switch)
+        case builtins.list | builtins.tuple | abc.Sequence:
+            return [read(parts[0] if parts else Any, item, switch) for item in as_list(given)]
+        case builtins.dict:
+            items = as_mapping(given, switch).items()
+            return {str(name): read(parts[1] if parts else Any, item, f"{switch}.{name}") for name, item in items}
+        case builtins.str | pathlib.Path:
+            if not isinstance(given, str):
+                raise ValueError(f"--{switch} must be a text, got {given!r}: write it in quotes")
+            return kind(given)
+        case builtins.bool | builtins.int | builtins.float:
+            return read_number(kind, given, switch)
+        case typing.Literal:
+            choices = {str(choice): choice for choice in parts}
+            if str(given) not in choices:
+                raise ValueError(f"--{switch} must be one of {', '.join(choices)}, got {given}")
+            return choices[str(given)]
+        case abc.Callable:
+            return read_class(abc.Callable, given, switch)
+        case _ if inspect.isabstract(kind):
+            return read_class(kind, given, switch)
+        case _ if is_dataclass(kind):
+            return make(kind, as_mapping(given, switch), switch)
+        case _:
+            return read(dict, given, switch) if isinstance(given, Mapping) else untyped(given)
 
 
 def from_word(kind: Any, word: str, switch: str) -> Any:
     """What YAML would hold for a word of a command: the text itself if the type takes texts."""
     kinds = (kind, *get_args(kind))
-    if not any(part in (str, Path, list[str]) for part in kinds):
+    if not any(part in (str, pathlib.Path, list[str]) for part in kinds):
         try:
             return load_yaml(word)
         except yaml.YAMLError as error:
@@ -89,18 +89,32 @@ def as_list(given: Any) -> list[Any]:
     return [] if given is None or given == "" else [given]
 
 
-def read_union(parts: tuple[Any, ...], given: Any, switch: str) -> Any:
+def as_mapping(given: Any, switch: str) -> Mapping[Any, Any]:
+    if isinstance(given, Mapping):
+        return given
+    raise ValueError(f"--{switch} must be a mapping such as {{name: value}}, got {given!r}")
+
+
+def read_union(kinds: tuple[Any, ...], given: Any, switch: str) -> Any:
     """The value of the first type that takes it, a text after others and a list last; else an error of theirs."""
-    if given is None and types.NoneType in parts:
+    if given is None and types.NoneType in kinds:
         return None
     errors = []
-    for part in sorted(parts, key=lambda part: (get_origin(part) is list, part is str)):
-        if part is not types.NoneType:
+    for kind in sorted(kinds, key=lambda kind: (get_origin(kind) is list, kind is str)):
+        if kind is not types.NoneType:
             try:
-                return read(part, given, switch)
+                return read(kind, given, switch)
             except ValueError as error:
                 errors.append(error)
-    raise errors[-1 if str in parts else 0]
+    raise errors[-1 if str in kinds else 0]
+
+
+def read_number(kind: type, given: Any, switch: str) -> Any:
+    accepted, name = NUMBERS[kind]
+    value = scalar(given) if isinstance(given, str) else given
+    if isinstance(value, accepted) and isinstance(value, bool) == (kind is bool):
+        return kind(value)
+    raise ValueError(f"--{switch} must be {name}, got {given}")
 
 
 def make(kind: type, given: Mapping[str, Any], switch: str) -> Any:
@@ -133,7 +147,7 @@ def read_class(base: Any, given: Any, switch: str) -> Any:
         raise ValueError(f"--{switch} {path}: {error}") from error
     arguments = spec.get("init_args") or {}
     is_class = inspect.isclass(found)
-    if base is Callable or (is_class and issubclass(found, base)):
+    if base is abc.Callable or (is_class and issubclass(found, base)):
         value = make(found, arguments, switch) if is_class else found
         if callable(value) and (is_class or not arguments):
             return value
@@ -164,19 +178,23 @@ def yaml_value(value: Any) -> Any:
     if is_dataclass(value) and not callable(value):  # a section
         return {part.name: yaml_value(getattr(value, part.name)) for part in fields(value) if part.init}
     if not callable(value):
-        return str(value) if isinstance(value, Path) else value
-    kind = value if hasattr(value, "__qualname__") else type(value)
-    if "<" in kind.__qualname__:  # a lambda or inside a function
-        raise ValueError(f"{value!r} has no name that config.yaml could hold: define it at the top of a module")
-    package = kind.__module__.rpartition(".")[0]
-    is_offered = getattr(sys.modules.get(package), kind.__qualname__, None) is kind  # pspo.losses.Clip
-    path = f"{package if is_offered else kind.__module__}.{kind.__qualname__}"
+        return str(value) if isinstance(value, pathlib.Path) else value
+    if hasattr(value, "__qualname__"):  # a function
+        return import_path(value)
+    kind = type(value)
     arguments = {}
-    for name, parameter in inspect.signature(kind).parameters.items() if kind is not value else ():
+    for name, parameter in inspect.signature(kind).parameters.items():
         if hasattr(value, name):
             arguments[name] = yaml_value(getattr(value, name))
         elif parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(f"{kind.__name__} does not keep its argument {name}: make it a dataclass")
-    if kind is value:  # a function
-        return path
-    return {"class_path": path, "init_args": arguments} if arguments else {"class_path": path}
+    return {"class_path": import_path(kind)} | ({"init_args": arguments} if arguments else {})
+
+
+def import_path(named: Any) -> str:
+    """The import path of a class or function, by its package where that offers it: pspo.losses.Clip."""
+    if "<" in named.__qualname__:  # a lambda or inside a function
+        raise ValueError(f"{named!r} has no name that config.yaml could hold: define it at the top of a module")
+    package = named.__module__.rpartition(".")[0]
+    is_offered = getattr(sys.modules.get(package), named.__qualname__, None) is named
+    return f"{package if is_offered else named.__module__}.{named.__qualname__}"

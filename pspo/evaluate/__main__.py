@@ -13,33 +13,21 @@ from pspo import distributed as dist
 from pspo.cli import files
 from pspo.cli.parse import parse
 from pspo.config import EvaluateConfig, RolloutConfig
-from pspo.endings import exit_codes, user_errors
-from pspo.environments import EnvironmentSampler, check_calls
+from pspo.endings import EXIT_INTERRUPTED, exit_codes, user_errors
 from pspo.evaluate.evaluation import evaluate
+from pspo.evaluate.inputs import load_inputs
 from pspo.evaluate.statistics import as_text, measure_name, table
-from pspo.model import load_policy, load_tokenizer
+from pspo.model import load_policy
 from pspo.model.device import choose_threads
-from pspo.model.find import check_token_ids, load_model_config, room_for_prompts, token_ids
-from pspo.rollout import How, PolicySampler, Prompts, Sampler, load_prompts, make_sampling
-from pspo.rollout.prompts import completion_columns
+from pspo.rollout import How, PolicySampler, Prompts, Sampler, make_sampling
 from pspo.rollout.sampler import check_decoding
 from pspo.signals import StopSignals
-from pspo.tasks import check_rewards
-from pspo.tasks.environment import load_class
 
 
 def load_evaluation(config: EvaluateConfig, signals: StopSignals) -> tuple[Sampler, How, Prompts]:
     """Load problems and model; raises ValueError for what does not fit the configuration."""
-    tokenizer = load_tokenizer(config.model, config.data)
-    token_ids(tokenizer, config.eval.stop_tokens or (), "eval.stop_tokens")
-    make_environment = load_class(config.eval.environment, "eval.environment")
-    most = completion_columns(config.eval.max_completion_tokens, make_environment is not None)
-    room = room_for_prompts(config.model, most, "eval.max_completion_tokens")
-    prompts = load_prompts(config.data, tokenizer, config.eval.split, room=room, make_environment=make_environment)
-    if make_environment is not None:
-        check_calls(tokenizer, make_environment)
-    check_token_ids(load_model_config(config.model), tokenizer, prompts.ids)
-    check_rewards(config.reward.functions, prompts.problems)
+    inputs = load_inputs(config, config.eval, {config.eval.split: None})
+    prompts = inputs.prompts[config.eval.split]
     policy = load_policy(config.model, dist.local_device())
     choose_threads(policy)
     rollout = RolloutConfig(
@@ -49,12 +37,10 @@ def load_evaluation(config: EvaluateConfig, signals: StopSignals) -> tuple[Sampl
         top_p=config.eval.top_p,
         max_rows=config.eval.max_tokens,  # which is the limit here
     )
-    sampling = make_sampling(policy, tokenizer, rollout)
-    check_decoding(policy, tokenizer, sampling, prompts, config.model.autocast)
-    sampler = PolicySampler(tokenizer, config.model.autocast, signals)
-    if make_environment is not None:
-        sampler = EnvironmentSampler(sampler, make_environment, tokenizer, policy.config)
-    return sampler, How(sampling, policy), prompts
+    sampling = make_sampling(policy, inputs.tokenizer, rollout)
+    check_decoding(policy, inputs.tokenizer, sampling, prompts, config.model.autocast)
+    sampler = PolicySampler(inputs.tokenizer, config.model.autocast, signals)
+    return inputs.in_episodes(sampler, policy), How(sampling, policy), prompts
 
 
 def check_folder(output: Path) -> None:
@@ -82,7 +68,7 @@ def render(results: dict[str, Any]) -> str:
     return f"{title}\n{table('mean [95%]', columns)}"
 
 
-@exit_codes("pspo.evaluate", "Lower --eval.max_tokens: the tokens drawn change")
+@exit_codes("pspo.evaluate", "Lower --eval.max_tokens: the tokens drawn change", stopped=EXIT_INTERRUPTED)
 def main(args: Sequence[str] | None = None) -> None:
     """Evaluate by a command's switches, and print the results."""
     config, settings = parse(EvaluateConfig, "pspo.evaluate", args)

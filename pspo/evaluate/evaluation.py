@@ -151,8 +151,7 @@ def evaluate(
             with fail_together():
                 torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
                 records = complete(sampler, how, prompts, parts[number], samples, reward, step, shown_failures)
-            gathered = dist.gather_on_main(records)[: len(together)]  # each chunk once: rewards may be random
-            completions += [record for rank_records in gathered for record in rank_records]
+            completions += dist.gather_on_main(records if dist.rank() < len(together) else [])
             progress.advance(samples * sum(map(len, together)))
     if not dist.is_main():
         return None

@@ -29,15 +29,16 @@ def measures(completions: Sequence[Record], samples: int) -> dict[str, np.ndarra
 def at_k(completions: Sequence[Record], samples: int) -> dict[str, np.ndarray]:
     """Values (n, 1) of pass@k for k = 1, 2, 4, ... and all samples, and of maj@k for all; NaN without a verdict."""
     ks = sorted({2**j for j in range(samples.bit_length())} | {samples})
-    columns: dict[str, list[float]] = {f"pass@{k}": [] for k in ks} | {f"maj@{samples}": []}
+    names = [*(f"pass@{k}" for k in ks), f"maj@{samples}"]
+    rows = []
     for first in range(0, len(completions), samples):
         records = completions[first : first + samples]
-        answered = records[0]["correct"] is not None
-        correct = sum(record["correct"] for record in records) if answered else 0
-        for k in ks:
-            columns[f"pass@{k}"].append(pass_at_k(samples, correct, k) if answered else math.nan)
-        columns[f"maj@{samples}"].append(majority(records) if answered else math.nan)
-    return {name: np.array(column)[:, None] for name, column in columns.items()}
+        if records[0]["correct"] is None:
+            rows.append([math.nan] * len(names))
+            continue
+        correct = sum(record["correct"] for record in records)
+        rows.append([*(pass_at_k(samples, correct, k) for k in ks), majority(records)])
+    return {name: column[:, None] for name, column in zip(names, np.array(rows).T, strict=True)}
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -67,15 +68,11 @@ def estimates(values: dict[str, np.ndarray]) -> Record:
     result: Record = {}
     for name, measure in values.items():
         problem_means = by_problem(measure)
-        if not len(problem_means):
-            continue
-        if name in MEANS:
+        if len(problem_means) and name in MEANS:
             result[name] = float(problem_means.mean())
-            continue
-        result[name] = estimate(problem_means)
-        unknown = int(np.isnan(measure).sum())
-        if unknown:
-            result[name]["left_out"] = unknown
+        elif len(problem_means):
+            unknown = int(np.isnan(measure).sum())
+            result[name] = estimate(problem_means) | ({"left_out": unknown} if unknown else {})
     return result
 
 

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.config import DataConfig, TrainConfig
 from pspo.model.chat import encode, render_prompts, special_pattern
-from pspo.model.find import check_token_ids, load_model_config, room_for_prompts
-from pspo.tasks import Problem, check_rewards, load_problems
+from pspo.tasks import Problem, load_problems
 from pspo.tasks.environment import MakeEnvironment, make_prompts
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages
 
@@ -100,26 +99,6 @@ def load_prompts(
 def completion_columns(max_completion_tokens: int, has_environment: bool) -> int:
     """Tokens that may be drawn after a prompt: a turn of an episode is drawn until the batch's longest one ends."""
     return 2 * max_completion_tokens if has_environment else max_completion_tokens
-
-
-def load_splits(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment | None
-) -> dict[str, Prompts]:
-    """Prompts by split: train, and validation and test if the run has them."""
-    most = completion_columns(config.rollout.max_completion_tokens, make_environment is not None)
-    room = room_for_prompts(config.model, most, "rollout.max_completion_tokens")
-    limits = {"train": config.data.limit}
-    if config.run.validate_every:
-        limits["validation"] = config.run.validation_limit
-    if config.run.test_limit:
-        limits["test"] = config.run.test_limit
-    model_config = load_model_config(config.model)
-    prompts = {}
-    for split, limit in limits.items():
-        prompts[split] = load_prompts(config.data, tokenizer, split, limit, room, make_environment)
-        check_token_ids(model_config, tokenizer, prompts[split].ids)
-        check_rewards(config.reward.functions, prompts[split].problems)
-    return prompts
 
 
 def encode_prompts(

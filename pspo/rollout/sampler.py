@@ -181,16 +181,15 @@ def make_sampling(
     tokenizer: PreTrainedTokenizerBase,
     config: RolloutConfig,
     algorithm: AlgorithmConfig | None = None,
-    logprobs: bool = False,
 ) -> Sampling:
     """Sampling as --rollout says, with the model's own padding, and its stop tokens unless they are named.
 
-    Log-probs are recorded on request or where ``algorithm`` corrects by them, nuclei where it replays them. Raises
-    ValueError if the decoder does not support the model.
+    Log-probs are recorded where ``algorithm`` corrects by them or forms ratios to them, nuclei where it replays them.
+    Raises ValueError if the decoder does not support the model.
     """
     algorithm = algorithm or AlgorithmConfig()
     nucleus = algorithm.nucleus == "replay"
-    logprobs = logprobs or algorithm.effective_correction != "none"
+    logprobs = algorithm.ratios_to_engine(config) or algorithm.effective_correction != "none"
     is_recorded = logprobs and config.engine is None  # an engine brings its own
     decoder = find_decoder(model, config.decoder, is_recorded, nucleus)
     names = config.stop_tokens

@@ -169,7 +169,7 @@ class Lagged(Now):
     def keep_logprobs(self, experience: Experience) -> Experience:
         """Give a rollout just drawn the log-probs that later ratios are formed against, the policy's or engine's."""
         rollout = experience.rollout
-        if self.config.ratios_to_engine:
+        if self.config.algorithm.ratios_to_engine(self.config.rollout):
             old = rollout.sampler_logprobs
         else:
             old = self.logprobs(rollout, experience.advantages, self.learner.policy)
@@ -235,4 +235,5 @@ def make_source(config: TrainConfig, *parts: Any) -> Now:
     """The source that a run's lag and engine ask for, of the fields of `Now`."""
     if config.rollout.lag == 0:
         return Now(config, *parts)
-    return (Ahead if config.draws_ahead else Lagged)(config, *parts)
+    draws_ahead = config.rollout.draws_by_engine and config.rollout.resample == 0  # it first needs the rewards
+    return (Ahead if draws_ahead else Lagged)(config, *parts)

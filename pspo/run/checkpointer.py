@@ -53,7 +53,7 @@ class Checkpointer:
         folder = self.output / "checkpoints" / f"step-{self.learner.steps:06d}"
         states = dict(self.snapshot)
         by_rank = [name for name, part in self.parts.items() if getattr(part, "per_rank", False)]
-        states["ranks"] = dist.gather_on_main({name: states.pop(name) for name in by_rank})
+        states["ranks"] = dist.gather_on_main([{name: states.pop(name) for name in by_rank}])
         shards = temporary_path(folder.with_name(f"{folder.name}-shards"), "new")  # of every rank; rank 0 moves them in
         if dist.is_sharded(policy):
             with write_errors(folder):

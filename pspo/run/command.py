@@ -1,9 +1,14 @@
 """A run as the command ``python -m pspo.train`` and from Python: how it starts, and how it ends."""
 
 import contextlib
+import os
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from pspo import distributed as dist
 from pspo.cli.files import Settings, environment, read_json, to_yaml, write_json, write_text
@@ -12,10 +17,11 @@ from pspo.cli.python import config_from_python
 from pspo.config import RunConfig, TrainConfig, require, switches_with
 from pspo.endings import exit_codes, save_at_end, user_errors
 from pspo.errors import RunFailed, Stopped
+from pspo.model.device import VARIABLES
 from pspo.model.find import resolve_adapters
 from pspo.rollout import Experience
+from pspo.rollout.drawing import set_torch_states, torch_states
 from pspo.run.messages import print_header, print_warnings, summary_text
-from pspo.run.process import restore_at_end
 from pspo.run.resume import check_same, find_start, fork, resume
 from pspo.run.run import Run
 from pspo.run.trackers import check_tracker
@@ -24,8 +30,8 @@ from pspo.update.optimizers import check_optimizer
 
 @exit_codes(
     "pspo.train",
-    "lower --optimizer.microbatch_tokens, --rollout.max_rows or --run.validation_limit, or set "
-    "--model.gradient_checkpointing true",
+    "begin anew, or with --run.fork_from, under lower --optimizer.microbatch_tokens, --rollout.max_rows or "
+    "--run.validation_limit, or --model.gradient_checkpointing true",
 )
 def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | None = None) -> None:
     """Train by the command's arguments; exits with 1 if a run fails, 2 for errors of the user, 75 or 130 if stopped."""
@@ -85,7 +91,7 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
     """Load everything, and make the run's folder or restore the run that it holds; ValueError for the user's errors."""
     check_packages(config)  # before a folder is made
     with contextlib.ExitStack() as resources:  # released if the preparation fails
-        restore_at_end(resources, dist.local_device())
+        compute_in_order(resources, dist.local_device())
         dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
         start = dist.run_on_main(lambda: find_start(config, settings, resources))
         output = start.output
@@ -105,6 +111,24 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
             fork(run.checkpointer, start.parent, settings)
         run.resources = resources.pop_all()
         return run
+
+
+def compute_in_order(resources: contextlib.ExitStack, device: torch.device) -> None:
+    """Have a CPU's threads add up gradients in one order; the process is put back when ``resources`` are closed."""
+    resources.callback(random.setstate, random.getstate())
+    resources.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (users' code may draw from it)
+    resources.callback(set_torch_states, torch_states(device), device)  # fork_rng would put them back when collected
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    resources.callback(torch.use_deterministic_algorithms, was_deterministic, warn_only=warns)
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    resources.callback(setattr, torch.utils.deterministic, "fill_uninitialized_memory", fills)
+    resources.callback(torch.set_num_threads, torch.get_num_threads())
+    for name in VARIABLES.keys() - os.environ.keys():
+        resources.callback(os.environ.pop, name, None)
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, Any]:

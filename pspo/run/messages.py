@@ -10,11 +10,11 @@ from huggingface_hub import ModelCardData
 
 from pspo import __version__
 from pspo import distributed as dist
-from pspo.cli.files import Settings, argument_text, flat
+from pspo.cli.files import DERIVED, Settings, argument_text, flat
 from pspo.cli.parse import make_config
 from pspo.config import TrainConfig, switches_with
 from pspo.evaluate.statistics import ESTIMATES, MEANS, Record, from_record, measure_name, table
-from pspo.model.find import find_default_lr, resolve_adapters
+from pspo.model.find import resolve_adapters
 from pspo.rollout import Prompts
 from pspo.tasks.files import plain
 from pspo.terminal import clip, one_line
@@ -36,13 +36,13 @@ system  {clip(repr(config.data.system_text), 100) if config.data.system_text els
 method  {config.algorithm.surrogate}, {config.algorithm.epochs} epochs x {config.algorithm.minibatches} minibatches \
 per rollout of {config.rollout.prompts} x {config.rollout.group_size}
 rate    {config.optimizer.lr:g}, {config.optimizer.schedule}; {config.optimizer.name}
-changed {changed_switches(config, run.settings)}""")
+changed {changed_switches(run.settings)}""")
 
 
-def changed_switches(config: TrainConfig, settings: Settings) -> str:
-    """Such as "optimizer.lr 0.003", for each switch of the run's setting that is not at its default, paths aside."""
-    hidden = switches_with("no setting") | switches_with("path")
-    defaults = flat(make_config(TrainConfig, "pspo", [], {})[1]) | {"optimizer.lr": find_default_lr(config.model)}
+def changed_switches(settings: Settings) -> str:
+    """Such as "optimizer.lr 0.003", for each switch that was set to something else than its default, paths aside."""
+    hidden = switches_with("no setting") | switches_with("path") | {*settings[DERIVED]}
+    defaults = flat(make_config(TrainConfig, "pspo", [], {})[1])
     changed = []
     for switch, value in flat(settings).items():
         if switch not in hidden and value != defaults.get(switch):
@@ -112,7 +112,7 @@ def model_card(config: TrainConfig, settings: Settings, step: int, summary: Reco
         tags=["pspo", "reinforcement-learning"],
     )
     text = f"""{config.algorithm.surrogate}, {step:,} optimizer steps on {config.data.name}, seed {config.run.seed}
-changed: {changed_switches(config, settings)}
+changed: {changed_switches(settings)}
 system prompt: {one_line(config.data.system_text or "none")}
 
 {describe_results(summary)}"""

@@ -3,11 +3,12 @@
 import math
 import sys
 import time
+from collections.abc import Sequence
 from copy import copy
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,8 +22,7 @@ from pspo.rollout import Experience, Prompts
 from pspo.rollout.types import trained_rows
 from pspo.run.folders import checkpoints, write_errors
 from pspo.run.trackers import start_tracker
-from pspo.tasks import matches_format
-from pspo.tasks.files import plain
+from pspo.tasks import Problem, matches_format
 from pspo.terminal import Bar, clip, print_timed
 from pspo.token_table import TOKENS, write_tokens
 from pspo.update.learner import Learner
@@ -30,6 +30,21 @@ from pspo.update.tokens import TokenRecord
 
 STATE = ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds")
 MAX_SKIPPED = 10  # optimizer steps in a row
+
+
+class Row(NamedTuple):
+    """A completion that was trained on, and what is recorded of it."""
+
+    problem: int  # among the training problems
+    text: str
+    reward: float  # NaN if unknown
+    advantage: float
+    trained: bool
+    tokens: int
+    truncated: bool
+    turns: int | None  # of an episode
+    rewards: dict[str, float]  # by function
+    logged: dict[str, Any]  # by functions
 
 
 class Recorder:
@@ -90,51 +105,30 @@ class Recorder:
         self.first_step = self.learner.steps - len(steps)
         self.tokens += sum(dist.gather_objects(experience.drawn_tokens or experience.rollout.tokens))
         self.line = {"step": self.learner.steps, "tokens": self.tokens}
-        rows = self.gather_rows(experience)
-        drawn_rewards = [*chain(*dist.gather_on_main(experience.drawn_rewards or experience.rewards.tolist()))]
+        rows = dist.gather_on_main(make_rows(experience, self.config))
+        drawn_rewards = dist.gather_on_main(experience.drawn_rewards or experience.rewards.tolist())
         if dist.is_main():
-            self.line |= rollout_metrics(rows) | steps[-1]  # the most off-policy step
+            self.line |= rollout_metrics(rows, self.prompts.problems) | steps[-1]  # the most off-policy step
             self.line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
             if self.config.rollout.resample > 0:
-                self.line["resampled_share"] = len(drawn_rewards) / len(rows["reward"]) - 1
+                self.line["resampled_share"] = len(drawn_rewards) / len(rows) - 1
                 self.line["reward_drawn"] = mean_of_known(drawn_rewards)
         if self.config.run.record_tokens > 0:
             self.record_samples(experience, rows)
 
-    def gather_rows(self, experience: Experience) -> dict[str, list[Any]]:
-        """By name a value for each row of all ranks; {} but on rank 0."""
-        rollout = experience.rollout
-        rows = {
-            "index": [i for i in experience.prompt_indices for _ in range(self.config.rollout.group_size)],
-            "text": rollout.texts,
-            "reward": experience.rewards.tolist(),
-            "advantage": experience.row_advantages,
-            "trained": trained_rows(rollout, experience.advantages, self.config.algorithm).tolist(),
-            "tokens": rollout.loss_mask.sum(dim=1).tolist(),
-            "truncated": (~rollout.terminated).tolist(),
-        }
-        if rollout.sampled_mask is not None:
-            rows["turns"] = rollout.turns.tolist()
-        rows |= {f"reward/{name}": values for name, values in experience.rewards_by_name.items()}
-        rows |= {f"logged/{name}": values for name, values in experience.logged.items()}
-        joined: dict[str, list[Any]] = {}
-        rank_rows = dist.gather_on_main(rows)
-        for name in dict.fromkeys(name for part in rank_rows for name in part):  # what rewards log differs by rank
-            joined[name] = [value for part in rank_rows for value in part.get(name, [None] * len(part["text"]))]
-        if joined:
-            joined["problem"] = [self.prompts.problems[i] for i in joined["index"]]
-        return joined
-
-    def record_samples(self, experience: Experience, rows: dict[str, list[Any]]) -> None:
+    def record_samples(self, experience: Experience, rows: list[Row]) -> None:
         """Keep the first groups' completions for ``samples.jsonl``; write what the steps computed at their tokens."""
         group_size = self.config.rollout.group_size
-        visits = dist.gather_on_main(self.learner.record.take(self.tokenizer, experience, group_size))
-        completions = [*chain(*dist.gather_on_main(transcripts(self.tokenizer, experience.rollout)))]
+        visits = dist.gather_on_main([self.learner.record.take(self.tokenizer, experience, group_size)])
+        completions = dist.gather_on_main(transcripts(self.tokenizer, experience.rollout))
         if dist.is_main():
-            for row, completion in enumerate(completions[: self.config.run.record_tokens * group_size]):
-                values = {name: column[row] for name, column in rows.items()}
-                problem = self.prompts.record(values["index"])
-                self.samples.append(sample_record(values, problem, self.learner.steps, row % group_size, completion))
+            n = self.config.run.record_tokens * group_size
+            for i, (row, completion) in enumerate(zip(rows[:n], completions[:n], strict=True)):
+                record = {"step": self.learner.steps, "problem": row.problem, "sample": i % group_size}
+                record |= self.prompts.record(row.problem) | {"completion": completion}
+                names = ("reward", "advantage", "tokens", "truncated", "rewards", "logged")
+                record |= {name: getattr(row, name) for name in names if name != "logged" or row.logged}
+                self.samples.append(record)
             with write_errors(self.output / TOKENS):
                 write_tokens(self.output, self.learner.steps, visits)
 
@@ -186,42 +180,53 @@ class Recorder:
             setattr(self, name, state[name])
 
 
-def rollout_metrics(rows: dict[str, list[Any]]) -> dict[str, float]:
-    """Statistics of one rollout from its B rows' values by name; unknown rewards (NaN) are left out of the means."""
-    metrics = {"reward": mean_of_known(rows["reward"]), "reward_std": np.std(drop_nan(rows["reward"]))}
-    metrics |= {name: mean_of_known(values) for name, values in rows.items() if name.startswith("reward/")}
-    metrics["reward_unknown_share"] = np.isnan(rows["reward"]).mean()
-    metrics["empty_share"] = np.mean([not text.strip() for text in rows["text"]])
-    metrics["trained_share"] = np.mean(rows["trained"])
-    metrics["zero_advantage_share"] = np.mean([advantage == 0 for advantage in rows["advantage"]])
-    metrics["completion_tokens"] = np.mean(rows["tokens"])
-    metrics["completion_tokens_max"] = max(rows["tokens"])
-    metrics["truncated_share"] = np.mean(rows["truncated"])
-    if "turns" in rows:
-        metrics["turns"] = np.mean(rows["turns"])
-    pairs = zip(rows["text"], rows["problem"], strict=True)
-    formats = [matches_format(text) for text, problem in pairs if isinstance(problem.answer, Fraction)]
+def make_rows(experience: Experience, config: TrainConfig) -> list[Row]:
+    """The rows of this rank's rollout."""
+    rollout = experience.rollout
+    rows = zip(
+        [i for i in experience.prompt_indices for _ in range(config.rollout.group_size)],
+        rollout.texts,
+        experience.rewards.tolist(),
+        experience.row_advantages,
+        trained_rows(rollout, experience.advantages, config.algorithm).tolist(),
+        rollout.loss_mask.sum(dim=1).tolist(),
+        (~rollout.terminated).tolist(),
+        [None] * len(rollout) if rollout.sampled_mask is None else rollout.turns.tolist(),
+        by_row(experience.rewards_by_name, len(rollout)),
+        by_row(experience.logged, len(rollout)),
+        strict=True,
+    )
+    return [Row(*values) for values in rows]
+
+
+def by_row(columns: dict[str, list[Any]], n: int) -> list[dict[str, Any]]:
+    """Values by name of each of n rows."""
+    return [{name: values[row] for name, values in columns.items()} for row in range(n)]
+
+
+def rollout_metrics(rows: list[Row], problems: Sequence[Problem]) -> dict[str, float]:
+    """Statistics of one rollout from its B rows; unknown rewards (NaN) are left out of the means."""
+    rewards = [row.reward for row in rows]
+    metrics = {"reward": mean_of_known(rewards), "reward_std": np.std(drop_nan(rewards))}
+    for name in rows[0].rewards:
+        metrics[f"reward/{name}"] = mean_of_known([row.rewards[name] for row in rows])
+    metrics["reward_unknown_share"] = np.isnan(rewards).mean()
+    metrics["empty_share"] = np.mean([not row.text.strip() for row in rows])
+    metrics["trained_share"] = np.mean([row.trained for row in rows])
+    metrics["zero_advantage_share"] = np.mean([row.advantage == 0 for row in rows])
+    metrics["completion_tokens"] = np.mean([row.tokens for row in rows])
+    metrics["completion_tokens_max"] = max(row.tokens for row in rows)
+    metrics["truncated_share"] = np.mean([row.truncated for row in rows])
+    if rows[0].turns is not None:
+        metrics["turns"] = np.mean([row.turns for row in rows])
+    formats = [matches_format(row.text) for row in rows if isinstance(problems[row.problem].answer, Fraction)]
     if formats:
         metrics["format_share"] = np.mean(formats)
-    for name, values in rows.items():
-        numbers = [value for value in values if isinstance(value, int | float)]
-        if name.startswith("logged/") and numbers:
-            metrics[name] = np.mean(numbers)
+    for name in dict.fromkeys(chain(*(row.logged for row in rows))):  # which differ by rank
+        numbers = [row.logged[name] for row in rows if isinstance(row.logged.get(name), int | float)]
+        if numbers:
+            metrics[f"logged/{name}"] = np.mean(numbers)
     return {name: float(value) for name, value in metrics.items()}
-
-
-def sample_record(
-    values: dict[str, Any], problem: dict[str, Any], step: int, sample: int, completion: str
-) -> dict[str, Any]:
-    """The line of ``samples.jsonl`` of its group's completion number ``sample``, from a row's ``values`` by name."""
-    record = {"step": step, "problem": values["index"], "sample": sample, **problem, "completion": completion}
-    record |= {name: values[name] for name in ("reward", "advantage", "tokens", "truncated")}
-    named = {"reward": {}, "logged": {}}
-    for column, value in values.items():
-        kind, _, name = column.partition("/")
-        if name:
-            named[kind][name] = plain(value) if kind == "reward" else value
-    return record | {"rewards": named["reward"]} | ({"logged": named["logged"]} if named["logged"] else {})
 
 
 def drop_nan(values: list[float]) -> list[float]:

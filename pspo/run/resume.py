@@ -55,15 +55,14 @@ def remove_unbegun(folder: Path) -> None:
             folder.rmdir()
 
 
-def check_same(run: Path, settings: files.Settings) -> dict[str, tuple[Any, Any]]:
+def check_same(run: Path, settings: files.Settings) -> files.Changes:
     """The switches that differ from the run's configuration, and may, as `files.differences`; ValueError for others."""
-    saved = files.read_config(run / "config.yaml")
-    is_constant = files.flat(saved).get("optimizer.schedule") == "constant"
-    may_differ = set(switches_with("free"))
-    for name, (old, new) in files.differences(saved, settings).items():
+    is_constant = settings["optimizer"]["schedule"] == "constant"
+
+    def may_differ(name: str, old: Any, new: Any) -> bool:
         grows = name in switches_with("may grow") and is_constant and old is not None and (new is None or new > old)
-        if grows or name.startswith("rollout.engine.init_args."):
-            may_differ.add(name)
+        return grows or name in switches_with("free") or name.startswith("rollout.engine.init_args.")
+
     fix = f"choose another --run.output_dir, or start there from this one's weights with --run.fork_from {run}"
     return files.require_same(run, settings, may_differ, fix)
 

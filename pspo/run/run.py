@@ -5,57 +5,28 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 from pspo import distributed as dist
 from pspo.cli.files import Settings, write_json, write_text
 from pspo.config import TrainConfig
 from pspo.endings import fail_together
-from pspo.environments import EnvironmentSampler, check_calls
 from pspo.errors import Stopped
-from pspo.model import load_tokenizer
+from pspo.evaluate.inputs import Inputs, load_inputs
 from pspo.model.device import choose_threads, peak_memory_gb
-from pspo.model.find import token_ids
-from pspo.rollout import Experience, How, PolicySampler, Prompts, PromptStream, Sampler, make_sampling
+from pspo.rollout import Experience, How, PolicySampler, PromptStream, Sampler, make_sampling
 from pspo.rollout.drawing import Generators, random_numbers
 from pspo.rollout.engine import Engine, find_engine, start_engine
-from pspo.rollout.prompts import load_splits
 from pspo.rollout.sampler import check_decoding
 from pspo.rollout.source import make_source
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import write_errors
 from pspo.run.messages import model_card
-from pspo.run.process import compute_in_order
 from pspo.run.recorder import Recorder
 from pspo.run.validator import Validator
 from pspo.signals import StopSignals
-from pspo.tasks.environment import load_class
 from pspo.update import drawn_logprobs
 from pspo.update.learner import check_reference, make_learner
-
-
-class Inputs(NamedTuple):
-    """What a run is made of besides its model; None for no engine or environment."""
-
-    engine: Engine | None
-    make_environment: Callable[[], Any] | None
-    tokenizer: PreTrainedTokenizerBase
-    prompts: dict[str, Prompts]
-
-
-def load_inputs(config: TrainConfig) -> Inputs:
-    """Load what needs no weights; raises ValueError for what does not fit the configuration."""
-    engine = None if config.rollout.engine is None else find_engine(config.rollout.engine)
-    make_environment = load_class(config.rollout.environment, "rollout.environment")
-    tokenizer = load_tokenizer(config.model, config.data)
-    token_ids(tokenizer, config.rollout.stop_tokens or ())
-    check_reference(config, tokenizer)
-    prompts = load_splits(config, tokenizer, make_environment)
-    if make_environment is not None:
-        check_calls(tokenizer, make_environment)
-    return Inputs(engine, make_environment, tokenizer, prompts)
 
 
 class Run:
@@ -70,20 +41,21 @@ class Run:
         self.output = output
         self.resources = resources
         self.signals = StopSignals()
-        inputs = load_inputs(config)
+        engine = None if config.rollout.engine is None else find_engine(config.rollout.engine)
+        inputs = load_inputs(config, config.rollout, config.split_limits)
         tokenizer = inputs.tokenizer
+        check_reference(config, tokenizer)
         prompts = inputs.prompts
         device = dist.local_device()
         self.generators = Generators(device, config.run.seed)
-        compute_in_order(device)
         with random_numbers(self.generators):
             self.learner = make_learner(config, device)
         policy = self.learner.policy
         choose_threads(policy)
-        sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm, logprobs=config.ratios_to_engine)
+        sampling = make_sampling(policy, tokenizer, config.rollout, config.algorithm)
         check_decoding(policy, tokenizer, sampling, prompts["train"], config.model.autocast)
-        self.how = How(sampling, policy if inputs.engine is None else None, self.generators)
-        sampler = self.make_sampler(inputs)
+        self.how = How(sampling, policy if engine is None else None, self.generators)
+        sampler = self.make_sampler(engine, inputs)
         self.recorder = Recorder(config, self.learner, tokenizer, prompts["train"], output)
         self.validator = Validator(config, sampler, self.how, self.recorder, prompts)
         self.source = make_source(
@@ -98,16 +70,13 @@ class Run:
         )
         self.checkpointer = Checkpointer(config, self.parts(), output)
 
-    def make_sampler(self, inputs: Inputs) -> Sampler:
+    def make_sampler(self, engine: Engine | None, inputs: Inputs) -> Sampler:
         """What draws: the policy, an engine, an environment around either."""
-        policy = self.learner.policy
         sampler = by_model = PolicySampler(inputs.tokenizer, self.config.model.autocast, self.signals, self.generators)
-        if inputs.engine is not None:
-            self.resources.callback(inputs.engine.close)
-            sampler = start_engine(inputs.engine, self.config, self.learner, by_model, inputs.prompts, self.how)
-        if inputs.make_environment is not None:
-            sampler = EnvironmentSampler(sampler, inputs.make_environment, inputs.tokenizer, policy.config)
-        return sampler
+        if engine is not None:
+            self.resources.callback(engine.close)
+            sampler = start_engine(engine, self.config, self.learner, by_model, inputs.prompts, self.how)
+        return inputs.in_episodes(sampler, self.learner.policy)
 
     def parts(self) -> dict[str, Any]:
         """What a checkpoint holds the states of, by name."""

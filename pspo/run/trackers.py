@@ -9,12 +9,11 @@ MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio"
 
 
 class TensorBoard:
-    """Writes into the run's folder; a resumed run hides the points after its ``step``."""
+    """A writer of tensorboard's, with the methods of the other trackers."""
 
-    def __init__(self, folder: Path, step: int):
-        writer = importlib.import_module(MODULES["tensorboard"]).SummaryWriter
-        self.writer = writer(str(folder / "tensorboard"), purge_step=step + 1)
-        self.finish = self.writer.close
+    def __init__(self, writer: Any):
+        self.writer = writer
+        self.finish = writer.close
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -25,11 +24,11 @@ class TensorBoard:
 def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int) -> Any:
     """What has `log(metrics, step)` and `finish()`: of wandb and trackio the module, with a run named as its folder.
 
-    A resumed run continues its curves: wandb knows it by the id in its folder, trackio by its name.
+    A resumed run continues its curves after its ``step``: wandb knows it by the id in its folder, trackio by its name.
     """
-    if name == "tensorboard":
-        return TensorBoard(folder, step)
     module = importlib.import_module(MODULES[name])
+    if name == "tensorboard":
+        return TensorBoard(module.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1))
     if name == "wandb":
         file = folder / "wandb-id"
         if not file.exists():

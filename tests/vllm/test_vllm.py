@@ -116,7 +116,7 @@ class Served(NamedTuple):
 def sampler_of(engine, policy, **changed) -> Served:
     """An engine's sampler for a policy that a learner holds, and how it draws; with other sampling fields."""
     tokenizer = load_tokenizer(ModelConfig(policy.name_or_path))
-    sampling = replace(make_sampling(policy, tokenizer, RolloutConfig(), logprobs=True), **changed)
+    sampling = replace(make_sampling(policy, tokenizer, RolloutConfig()), logprobs=True, **changed)
     learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0))
     return Served(EngineSampler(engine, learner, PolicySampler(tokenizer)), How(sampling))
 
