@@ -101,7 +101,7 @@ class EnvironmentSampler:
             raise RewardError(f"{what}; it must be a finite number")
         episode.reward += number
         episode.terminated = bool(is_done) and is_ended
-        if is_done or not is_ended or episode.n_turns == getattr(environment, "max_turns", MAX_TURNS):
+        if is_done or not is_ended or episode.n_turns >= getattr(environment, "max_turns", MAX_TURNS):
             return False
 
         role = getattr(environment, "role", "user")

@@ -162,7 +162,8 @@ def read_split(
     source: Source, kind: AnswerKind, split: str, path: Path | None, seed: int, holdout: float
 ) -> list[Problem]:
     """Read one split, gold answers still as text; ``holdout`` divides a single one into train and test."""
-    parts = hub_parts(source) if path is None else local_parts(path, source.skip)
+    place = path or source.hub_id
+    parts = local_parts(path, source.skip) if path else hub_parts(source)
     groups = group_by_split(parts, source.splits) or {"test": parts}
     is_divided = len(groups) == 1 and holdout > 0
     if is_divided:
@@ -173,7 +174,7 @@ def read_split(
     if published not in groups:
         fix = f"name a file {split}.jsonl" if path else "name it in the splits of --data.hub"
         fix += ", or divide a single split with --data.holdout 0.2; --run.test_limit 0 trains without a test"
-        raise ValueError(f"{path or source.hub_id} has no {split} split, only {' and '.join(sorted(groups))}; {fix}")
+        raise ValueError(f"{place} has no {split} split, only {' and '.join(sorted(groups))}; {fix}")
 
     problems = []
     for part in groups[published]:
@@ -190,7 +191,7 @@ def read_split(
             held_out = validation_prompts(problems, source.train_size)
             problems = [each for each in problems if (prompt_words(each) in held_out) == (split == "validation")]
     if not problems:
-        raise ValueError(f"{path}: too few problems for a {split} split; add some, or change --data.holdout")
+        raise ValueError(f"{place}: too few problems for a {split} split; add some, or change --data.holdout")
     return problems
 
 
