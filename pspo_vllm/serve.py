@@ -65,7 +65,3 @@ def main(args: Sequence[str] | None = None) -> None:
     config, _ = parse(ServeConfig, "pspo serve", args)
     with user_errors("pspo serve"):
         serve(config)
-
-
-if __name__ == "__main__":
-    main()

@@ -47,13 +47,10 @@ FAMILIES = {  # by what their templates write
 
 
 class JsonWords(ast.NodeTransformer):
+    """JSON's words as constants, for `ast.literal_eval`, which evaluates no other names."""
+
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(JSON_WORDS[node.id]) if node.id in JSON_WORDS else node
-
-
-def read_literal(tree: ast.AST) -> Any:
-    """The value of a literal of Python or JSON; nothing is evaluated, and other code is a ValueError."""
-    return ast.literal_eval(JsonWords().visit(tree))
 
 
 def read_json(text: str, start: int) -> tuple[list[Any], int]:
@@ -85,7 +82,7 @@ def read_tagged(argument: str, head: re.Match, schemas: Schemas) -> tuple[list[A
         value = match["value"]
         if not takes_text(schemas.get(head["tool"], {}).get(match["key"], {})):
             with contextlib.suppress(*NOT_PYTHON):
-                value = read_literal(ast.parse(value.strip(), mode="eval"))
+                value = ast.literal_eval(JsonWords().visit(ast.parse(value.strip(), mode="eval")))
         arguments[match["key"]] = value
     return [], end
 
@@ -101,7 +98,7 @@ def read_pythonic(head: re.Match, schemas: Schemas) -> tuple[list[Any], int]:
     calls = []
     for node in nodes:
         with contextlib.suppress(*NOT_PYTHON):
-            arguments = {keyword.arg: read_literal(keyword.value) for keyword in node.keywords}
+            arguments = {each.arg: ast.literal_eval(JsonWords().visit(each.value)) for each in node.keywords}
             if not node.args:
                 calls.append({"name": ast.unparse(node.func), "arguments": arguments})
     return calls, len(text)

@@ -45,7 +45,7 @@ class VLLMServer:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "pspo_vllm.serve", f"--port={self.port}", "--max_tokens=256"]
+        command = [sys.executable, "-m", "pspo", "serve", f"--port={self.port}", "--max_tokens=256"]
         self.process = subprocess.Popen(
             command,
             env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
