@@ -20,7 +20,7 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from pspo.errors import RewardError
+from pspo.errors import RewardError, function_name
 from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format
 from pspo.tasks.problem import Problem
 from pspo.tasks.workers import worker_pool
@@ -121,10 +121,9 @@ def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """The inputs that a function's signature names."""
+    """Those of `all_inputs` that a function's signature names; one that is no `Reward` gets chats, as TRL's do."""
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    inputs = all_inputs(inputs)
     arguments = {name: value for name, value in inputs.items() if takes_all or name in parameters}
     if "completions" in arguments and not isinstance(function, Reward):
         arguments["completions"] = [
@@ -149,6 +148,7 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
         problem.fields.update(columns | problem.fields)
     inputs: dict[str, Any] = {"completions": [""], "completion_ids": [[]], "problems": problems[:1]}
     inputs |= dict.fromkeys(("completion_tokens", "truncated", "step", "max_completion_tokens"))
+    inputs = all_inputs(inputs)
     for function in functions:
         if isinstance(function, Reward):
             function.check_problems(problems)
@@ -157,13 +157,8 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
         try:
             signature.bind(**arguments)
         except TypeError as error:
-            names = ", ".join(sorted(all_inputs(inputs)))
-            raise RewardError(f"reward {reward_name(function)}: {error}; there is only {names}") from error
-
-
-def reward_name(function: Callable[..., Any]) -> str:
-    """Name of a reward in metrics and messages: the function's, or the object's class."""
-    return getattr(function, "__name__", type(function).__name__)
+            names = ", ".join(sorted(inputs))
+            raise RewardError(f"reward {function_name(function)}: {error}; there is only {names}") from error
 
 
 @cache
@@ -191,7 +186,7 @@ def plain_value(value: Any) -> str | float | bool | None:
 
 def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
     """Values of n completions, and what the function logs; RewardError unless there are n finite numbers or None."""
-    name = reward_name(function)
+    name = function_name(function)
     columns: Columns = {}
     loggers = {
         "log_metric": lambda key, value: columns.update({str(key): [float(value)] * n}),
@@ -242,40 +237,36 @@ def guarded_values(
     on_error: OnError,
     workers: int,
 ) -> tuple[list[float | None], Columns, Exception | None]:
-    """Call a reward that may hang or fail; returns values, what it logs, and the first error under on_error "none".
+    """Values of a reward that may hang or fail, what it logs, and the first error under on_error "none".
 
-    Without workers it is called once, and if that fails, group by group; a worker process gets a group at a time. A
-    group whose call fails is unknown (NaN).
+    Worker processes get a group at a time. Without them it is called once, and if that fails, group by group. A group
+    whose call fails is unknown (NaN).
     """
-
-    def call(rows: slice) -> tuple[Callable[..., Any], dict[str, Any], int]:  # what is no list is for all
+    in_workers = workers > 0 or timeout > 0  # what hangs can be killed in a process of its own only
+    if not in_workers:
+        result = attempt_reward(function, arguments, len(problems))
+        if isinstance(result, tuple):
+            return *result, None
+    groups = group_slices(problems)
+    calls = []
+    for rows in groups:  # what is no list is for all
         inputs = {key: value[rows] if isinstance(value, list) else value for key, value in arguments.items()}
-        return function, inputs, len(problems[rows])
-
-    groups = [slice(0, len(problems))]
-    if workers or timeout:  # what hangs can be killed in a process of its own only
-        groups = group_slices(problems)
-        results = worker_pool(max(workers, 1)).map(call_reward, list(map(call, groups)), timeout)
-    elif on_error == "raise":
-        results = [call_reward(function, arguments, len(problems))]
+        calls.append((function, inputs, len(problems[rows])))
+    if in_workers:
+        results = worker_pool(max(workers, 1)).map(call_reward, calls, timeout)
     else:
-        results = [attempt_reward(function, arguments, len(problems))]
-        if isinstance(results[0], Exception):
-            groups = group_slices(problems)
-            results = [attempt_reward(*call(group)) for group in groups]
+        results = [attempt_reward(*call) for call in calls]
     values: list[float | None] = [math.nan] * len(problems)
     logged: Columns = {}
-    first_error = None
+    first_error = next((result for result in results if isinstance(result, Exception)), None)
+    if first_error is not None and on_error == "raise":
+        is_late = isinstance(first_error, TimeoutError)
+        raise TimeoutError(f"reward {function_name(function)} {first_error}") if is_late else first_error
     for group, result in zip(groups, results, strict=True):
         if isinstance(result, tuple):
             values[group], columns = result
             for key, column in columns.items():
                 logged.setdefault(key, [None] * len(problems))[group] = column
-        elif on_error == "raise":
-            is_late = isinstance(result, TimeoutError)
-            raise TimeoutError(f"reward {reward_name(function)} {result}") if is_late else result
-        else:
-            first_error = first_error or result
     return values, logged, first_error
 
 
@@ -300,21 +291,27 @@ def total_rewards(
 
     ``environment_rewards`` are one more function's; ``inputs`` what else functions may ask for by name.
     """
-    inputs = {"completions": completions, "problems": problems} | inputs
+    inputs = all_inputs({"completions": completions, "problems": problems} | inputs)
     weights = [1.0] * len(functions) if weights is None else list(weights)
     values: dict[str, list[float | None]] = {}  # by function
     logged: Columns = {}
     failures: dict[str, Exception] = {}
     for function in functions:
-        name = unique_name(reward_name(function), {"environment", *values})
+        name = function_name(function)
         arguments = reward_arguments(function, inputs)
-        values[name], columns, error = guarded_values(function, arguments, problems, timeout, on_error, workers)
+        if workers or timeout or on_error == "none":
+            result, columns, error = guarded_values(function, arguments, problems, timeout, on_error, workers)
+            if error is not None:
+                failures.setdefault(name, error)
+        else:
+            result, columns = call_reward(function, arguments, len(problems))
+        if name in values:
+            name = unique_name(name, values)
+        values[name] = result
         for key, column in columns.items():
             logged[unique_name(key, logged)] = column
-        if error is not None:
-            failures.setdefault(reward_name(function), error)
     if environment_rewards is not None:
-        values["environment"] = environment_rewards
+        values[unique_name("environment", values)] = environment_rewards
         weights.append(1.0)
 
     if not values:  # a distillation without rewards
