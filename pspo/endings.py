@@ -46,6 +46,12 @@ def fail_together() -> Iterator[None]:
         if isinstance(error, RunFailed) or is_out_of_memory(error):  # the first is raised on all ranks
             raise
         failure = error
+    if failure is not None or dist.world_size() > 1:
+        raise_first(failure)
+
+
+def raise_first(failure: BaseException | None) -> None:
+    """Raise, of what has failed on any rank, the first one; nothing if none has."""
     is_known = failure is None or isinstance(failure, Stopped | EngineError)
     reasons = dist.gather_objects(failure if is_known else user_traceback(failure))
     reasons = [reason for reason in reasons if reason is not None]

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from unittest import mock
 
 import pytest
+import reference
 import torch
 from batches import packing
-from naive import OFF_POLICY, G, assert_equals_naive, make_config, make_learner, make_rollout, run, weights
+from naive import OFF_POLICY, TEMPERATURE, G, assert_equals_naive, make_config, make_learner, make_rollout, run, weights
 from processes import one_layer
 
 import pspo.distributed
@@ -19,6 +20,7 @@ from pspo.losses import GSPO, PSPO, TOPR, NoClip, Surrogate, log_ratio
 from pspo.update import step as update_step
 from pspo.update import update
 from pspo.update.batching import make_batch, split_microbatches, split_minibatches
+from pspo.update.tokens import TokenRecord
 
 
 @pytest.mark.parametrize("mode", ["none", "bf16"])
@@ -72,6 +74,21 @@ def test_a_minibatch_without_signal_still_steps(policy, truncate):
     metrics = assert_equals_naive(policy, rollout, advantages, config)
     assert metrics[1]["grad_norm"] == metrics[3]["grad_norm"] == 0.0
     assert all(math.isfinite(value) for step in metrics for value in step.values())
+
+
+def test_the_record_of_rows_that_stand_for_minibatches_without_signal(policy):
+    """In shuffled epochs they are other ones; their old log-probs, too, are of the policy before the first step."""
+    rollout, advantages = make_rollout()
+    advantages[G:] = 0.0
+    config = make_config(shuffle=True, **OFF_POLICY | {"epochs": 5})
+    learner = make_learner(policy, config)
+    learner.record = TokenRecord(len(rollout))
+    update(learner, rollout, advantages, config)
+    old = reference.batch_logprobs(policy, rollout.token_ids, TEMPERATURE)
+    visits = learner.record.visits
+    assert {*range(0, len(rollout), G)} == {int(row) for visit in visits for row in visit["row"] if row % G == 0}
+    for visit in visits:
+        torch.testing.assert_close(torch.tensor(visit["old_logprob"]), old[visit["row"], visit["position"]])
 
 
 def test_max_steps_stops_in_the_middle_of_a_rollout(policy):

@@ -44,20 +44,26 @@ class Now:
     failures: dict[str, str]  # of each reward that has failed, the first one in one line
 
     def next(self) -> Experience:
-        """Draw a rollout of the next prompts, score it, and replace groups without signal, --rollout.resample times."""
-        config = self.config
-        experience = self.draw_groups(config.rollout.prompts)
-        for _ in range(config.rollout.resample):
-            missing = dist.max_over_ranks(experience.has_signal(config.algorithm).count(False))
-            if missing == 0:
-                break
-            fresh = self.draw_groups(missing * dist.world_size())
-            experience = self.add_advantages(refill(experience, fresh, config.algorithm))
-        if config.reward.on_error == "none":
+        """Draw a rollout of the next prompts, and score it."""
+        experience = self.draw_groups(self.config.rollout.prompts)
+        if self.config.rollout.resample > 0:
+            experience = self.replace_groups(experience)
+        if self.config.reward.on_error == "none":
             with self.phase("reward"):
                 is_unknown = all(dist.gather_objects(bool(experience.rewards.isnan().all())))
                 if is_unknown and experience.reward_failed:
                     raise RewardError(f"every completion of this rollout is without a reward: {self.failures}")
+        return experience
+
+    def replace_groups(self, experience: Experience) -> Experience:
+        """Replace groups without a signal by those of new prompts, --rollout.resample times."""
+        algorithm = self.config.algorithm
+        for _ in range(self.config.rollout.resample):
+            missing = dist.max_over_ranks(experience.has_signal(algorithm).count(False))
+            if missing == 0:
+                break
+            fresh = self.draw_groups(missing * dist.world_size())
+            experience = self.add_advantages(refill(experience, fresh, algorithm))
         return experience
 
     def draw_groups(self, n: int) -> Experience:

@@ -16,6 +16,8 @@ from pspo.model import Targets, to_device, token_logprobs, unflatten
 from pspo.tasks import Problem, total_rewards
 from pspo.tasks.rewards import Scores
 
+FIRST_VISIT = 1.0  # in place of an old log-prob, which is at most 0: that of the first optimizer step's own pass
+
 
 def cat_padded(parts: Sequence[Tensor], value: float = 0) -> Tensor:
     """The rows (b, t) of all parts, each padded with ``value`` to the widest: (B, T)."""
@@ -184,14 +186,19 @@ def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
     return Rollout(**joined)
 
 
+def masked_rollout(rollout: Rollout, algorithm: AlgorithmConfig) -> Rollout:
+    """The rollout as the loss sees it: without the tokens of truncated rows under --algorithm.mask_truncated."""
+    if not algorithm.mask_truncated:
+        return rollout
+    return replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
+
+
 def trained_rows(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig) -> Tensor:
     """(B,) bool: the rows with a signal, a token in the loss whose advantage, (B,) or (B, T), is not 0.
 
     Others have no gradient but that of terms. Resampling replaces groups without such a row; statistics are of these.
     """
-    mask = rollout.loss_mask
-    if algorithm.mask_truncated:
-        mask = mask & rollout.terminated[:, None]
+    mask = masked_rollout(rollout, algorithm).loss_mask
     return (mask & (advantages.reshape(len(mask), -1) != 0)).any(dim=1)
 
 
@@ -229,7 +236,7 @@ class Batch:
 
     rollout: Rollout
     advantages: Tensor  # (B, 1) or (B, T) float32, on the CPU
-    old_logprobs: Tensor | None = None  # (B, T), what ratios are formed against; None for the policy's own
+    old_logprobs: Tensor | None = None  # (B, T), what ratios are formed against, `FIRST_VISIT` for the policy's own
     ref_logprobs: Tensor | None = None  # (B, T), of the reference model; None if beta is 0
     indices: Tensor | None = None  # (B,) int64, of the rows in the rollout that they are from; None for a whole one
 
@@ -254,9 +261,10 @@ class Batch:
         completion_mask = self.rollout.completion_mask[rows]
         sampler_logprobs = self.rollout.sampler_logprobs
         logprobs = unflatten(logprobs, completion_mask)
+        old = self.old_logprobs[rows].to(logprobs)
         return LossInputs(
             logprobs=logprobs,
-            old_logprobs=logprobs.detach() if self.old_logprobs is None else self.old_logprobs[rows],
+            old_logprobs=logprobs.detach().where(old == FIRST_VISIT, old),
             advantages=to_device(self.advantages[rows], device),
             mask=to_device(self.rollout.loss_mask[rows], device),
             entropies=unflatten(entropies, completion_mask),

@@ -1,8 +1,6 @@
 """Assign the rows of a rollout to optimizer steps and microbatches; smaller microbatches when memory runs out."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +13,7 @@ from pspo.config import AlgorithmConfig, TrainConfig
 from pspo.losses import Counts
 from pspo.model import is_out_of_memory
 from pspo.model.device import MICROBATCH_TOKENS
-from pspo.rollout.types import Batch, Rollout, trained_rows
+from pspo.rollout.types import Batch, Rollout, masked_rollout, trained_rows
 from pspo.update.learner import Learner
 
 
@@ -33,9 +31,7 @@ def make_batch(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig)
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
     if algorithm.nucleus == "replay" and rollout.nucleus is None:
         raise ValueError("--algorithm.nucleus replay needs nuclei: make_sampling(..., algorithm=config.algorithm)")
-    if algorithm.mask_truncated:
-        rollout = replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
-    return Batch(rollout, advantages.cpu().reshape(len(rollout.texts), -1))
+    return Batch(masked_rollout(rollout, algorithm), advantages.cpu().reshape(len(rollout.texts), -1))
 
 
 def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuffled: bool = False) -> list[Minibatch]:
@@ -97,21 +93,17 @@ def padded_tokens(learner: Learner, batch: Batch, rows: list[int], config: Train
     return prompts * max(prompt_lengths[row] for row in rows) + len(rows) * max(completion_lengths[row] for row in rows)
 
 
-@contextmanager
-def smaller_if_out_of_memory(
-    learner: Learner, batch: Batch, microbatches: list[Batch], config: TrainConfig
-) -> Iterator[None]:
-    """Catch out of memory in a `with` block over microbatches, and halve the size of later ones.
+def halve_microbatches(
+    learner: Learner, batch: Batch, microbatches: list[Batch], config: TrainConfig, error: RuntimeError
+) -> None:
+    """Halve the size of microbatches that ran out of memory; raises any other error.
 
     The denominators are the minibatch's, so the gradient is the same to rounding. With shards, whose ranks must run
-    equally many passes, and for single rows it is raised.
+    equally many passes, and for single rows it is raised, too.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        several = [part.indices.tolist() for part in microbatches if len(part.rollout) > 1]
-        if learner.is_sharded or not several or not is_out_of_memory(error):
-            raise
-        learner.microbatch_tokens = max(padded_tokens(learner, batch, rows, config) for rows in several) // 2
-        advice = f"{learner.microbatch_tokens:,} tokens from here on (--optimizer.microbatch_tokens)"
-        tqdm.write(f"out of memory: the step is repeated, with microbatches of at most {advice}", file=sys.stderr)
+    several = [part.indices.tolist() for part in microbatches if len(part.rollout) > 1]
+    if learner.is_sharded or not several or not is_out_of_memory(error):
+        raise error
+    learner.microbatch_tokens = max(padded_tokens(learner, batch, rows, config) for rows in several) // 2
+    advice = f"{learner.microbatch_tokens:,} tokens from here on (--optimizer.microbatch_tokens)"
+    tqdm.write(f"out of memory: the step is repeated, with microbatches of at most {advice}", file=sys.stderr)

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from pspo.config import TrainConfig
 from pspo.model import autocast, to_device
-from pspo.rollout.types import Batch, Rollout
+from pspo.rollout.types import FIRST_VISIT, Batch, Rollout
 from pspo.update.batching import (
     Minibatch,
+    halve_microbatches,
     make_batch,
-    smaller_if_out_of_memory,
     split_microbatches,
     split_minibatches,
 )
@@ -30,11 +30,15 @@ from pspo.update.learner import Learner
 
 
 def old_logprobs(learner: Learner, batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> Tensor:
-    """(B, T) old log-probs before a rollout's first step, 0 where they are to be the first visit's own."""
+    """(B, T) old log-probs before a rollout's first step, `FIRST_VISIT` in the rows that it makes them of."""
     kept = batch.rollout.behaviour_logprobs
     if kept is not None:
         return to_device(kept, learner.policy.device)
-    return compute_logprobs(learner, batch, minibatches[1:], learner.policy, config)
+    later = minibatches[1:] + fillers(batch, minibatches, config)
+    logprobs = compute_logprobs(learner, batch, later, learner.policy, config)
+    for rows in minibatches[0].groups:
+        logprobs[rows] = FIRST_VISIT
+    return logprobs
 
 
 def drawn_logprobs(
@@ -42,7 +46,18 @@ def drawn_logprobs(
 ) -> Tensor:
     """(B, T) log-probs of a rollout just drawn, by a model; 0 in rows that `update` leaves out."""
     batch = make_batch(rollout, advantages, config.algorithm)
-    return compute_logprobs(learner, batch, split_minibatches(learner, batch, config), model, config).cpu()
+    minibatches = split_minibatches(learner, batch, config)
+    minibatches += fillers(batch, minibatches, config)
+    return compute_logprobs(learner, batch, minibatches, model, config).cpu()
+
+
+def fillers(batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> list[Minibatch]:
+    """Under --algorithm.shuffle the rows that no first visit makes, but may fill up a later epoch's minibatch."""
+    if not config.algorithm.shuffle:
+        return []
+    visited = {row for minibatch in minibatches for rows in minibatch.groups for row in rows}
+    rows = [[row] for row in range(0, len(batch.rollout), config.rollout.group_size) if row not in visited]
+    return [Minibatch(minibatches[0].counts, rows or [[0]])]  # never empty: shards run equally many passes
 
 
 def compute_logprobs(
@@ -54,11 +69,13 @@ def compute_logprobs(
     for minibatch in minibatches:
         while True:
             microbatches = split_microbatches(learner, batch, minibatch, config)
-            with smaller_if_out_of_memory(learner, batch, microbatches, config):
+            try:
                 for part in microbatches:
                     with autocast(config.model.autocast, model.device):
                         values = part.rollout.logprobs(model, config.rollout.temperature)
                     if part.rollout.completion_mask.any():  # not of a masked row, whose index is another row's
                         logprobs[to_device(part.indices, model.device), : values.shape[1]] = values
                 break
+            except RuntimeError as error:
+                halve_microbatches(learner, batch, microbatches, config, error)
     return logprobs

@@ -17,11 +17,11 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
 from pspo.model import autocast, head_logprobs, hidden_states, row_chunks
-from pspo.rollout.types import Batch, Rollout, trained_rows
+from pspo.rollout.types import FIRST_VISIT, Batch, Rollout, trained_rows
 from pspo.update.batching import (
     Minibatch,
+    halve_microbatches,
     make_batch,
-    smaller_if_out_of_memory,
     split_microbatches,
     split_minibatches,
 )
@@ -42,9 +42,8 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
     batch = make_batch(rollout, advantages, algorithm)
     minibatches = split_minibatches(learner, batch, config)
-    is_first = rollout.behaviour_logprobs is None  # then old log-probs are those of the pass that precedes any step
-    old = None  # (B, T); of one minibatch its first visit makes all
-    if not is_first or len(minibatches) > 1:
+    old = torch.full(rollout.completion_ids.shape, FIRST_VISIT, dtype=torch.float64, device=learner.policy.device)
+    if rollout.behaviour_logprobs is not None or len(minibatches) > 1 or algorithm.shuffle:
         old = old_logprobs(learner, batch, minibatches, config)
     if algorithm.beta > 0:
         if algorithm.reference_every > 0:
@@ -57,16 +56,9 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         if algorithm.shuffle and epoch > 0:
             minibatches = split_minibatches(learner, batch, config, shuffled=True)
         for minibatch in minibatches[: steps_left - len(steps)]:
-            whole = batch if is_first else replace(batch, old_logprobs=old)
-            tokens, metrics = take_step(learner, whole, minibatch, config)
+            tokens, metrics = take_step(learner, replace(batch, old_logprobs=old), minibatch, config)
+            old[tokens["row"], tokens["position"]] = tokens["old_logprob"].to(old)
             steps.append(metrics)
-            if is_first:
-                logprobs = tokens["logprob"]
-                if old is None:
-                    old = logprobs.new_zeros(rollout.completion_ids.shape, device=learner.policy.device)
-                places = (tokens["row"].to(old.device), tokens["position"].to(old.device))
-                old[places] = logprobs.to(old)
-                is_first = False
     return steps
 
 
@@ -82,13 +74,15 @@ def take_step(
         learner.optimizer.zero_grad()  # of a step that raised, and of passes that ran out of memory
         visits = []
         microbatches = split_microbatches(learner, batch, minibatch, config)
-        with smaller_if_out_of_memory(learner, batch, microbatches, config):
+        try:
             for part in microbatches:
                 if learner.is_sharded:  # FSDP gathers the weights around what it takes for a forward pass
                     visits += learner.policy.call_with_weights(partial(backward, learner, part, counts, config))
                 else:
                     visits += backward(learner, part, counts, config)
             break
+        except RuntimeError as error:
+            halve_microbatches(learner, batch, microbatches, config, error)
     loss = torch.stack([visit.loss for visit in visits]).sum()
     if learner.n_ranks > 1:
         loss = dist.sum_over_ranks(loss)
