@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicLayer
 
 from pspo.model import CACHE_ARGUMENT, share_prefix, takes_visible_columns, to_device, to_model
 from pspo.rollout.drawing import NucleusRecorder, draw_tokens, score_tokens
-from pspo.rollout.types import Completions, Sampling
+from pspo.rollout.types import Completions, Padded, Sampling
 
 GPU_CHECK_EVERY = 16  # tokens between checks for finished rows: each makes the CPU wait for the GPU
 MIN_FINISHED = 0.25  # share of the rows in the batch that is worth copying the cache without them
@@ -42,30 +42,25 @@ class DecodeState:
     logits: Tensor  # (b, V), of the next token
     positions: Tensor  # (b, 1) int64, of the token that the logits were computed from
     attention_mask: Tensor  # (b, P + T), or (b, 1, 1, P + T) bool, of all columns
-    prompt_length: int  # P
     cache: DynamicCache  # keys and values of the rows
     tokens: Tensor | None = None  # (b,) int64, those drawn last
     length: int = 0  # tokens drawn so far in every live row
 
 
 def decode(
-    model: PreTrainedModel,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    sampling: Sampling,
-    stop_strings: StopStringCriteria | None,
-    group_size: int,
+    model: PreTrainedModel, prompts: Padded, sampling: Sampling, stops: StopStringCriteria | None, group_size: int
 ) -> Completions:
-    """Complete each of the left-padded prompts (N, P) ``group_size`` times."""
+    """Complete each of the prompts (N, P) ``group_size`` times."""
     device = model.device
-    state = begin(model, prompt_ids, prompt_mask, sampling, group_size)
+    state = begin(model, prompts, sampling, group_size)
+    width = prompts.ids.shape[1]
     stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
     check_every = GPU_CHECK_EVERY if device.type == "cuda" else 1
     while True:
         sample(state, sampling)
         state.ended |= torch.isin(state.tokens, stop_ids)
-        if stop_strings is not None:
-            state.ended |= stop_strings(state.completions[state.live, : state.length], None)
+        if stops is not None:
+            state.ended |= stops(state.completions[state.live, : state.length], None)
         if state.length == sampling.max_completion_tokens:
             break
         if (state.length - 1) % check_every == 0:
@@ -78,7 +73,7 @@ def decode(
                 for name in ("live", "ended", "tokens", "positions", "attention_mask"):
                     setattr(state, name, getattr(state, name)[stay])
         state.positions += 1
-        mask = state.attention_mask[..., : state.prompt_length + state.length]
+        mask = state.attention_mask[..., : width + state.length]
         state.logits = next_logits(model, state.cache, state.tokens[:, None], mask, state.positions)
     logprobs = None if state.logprobs is None else state.logprobs[:, : state.length]
     nucleus = None if state.nuclei is None else state.nuclei.collect(state.length)
@@ -94,24 +89,22 @@ class Prefill(NamedTuple):
     cache: DynamicCache
 
 
-def prefill(model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor) -> Prefill:
+def prefill(model: PreTrainedModel, prompts: Padded) -> Prefill:
     """Pass prompts (N, P) through the model once, on a CPU their common beginning once for all."""
-    positions = (prompt_mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    prefix = share_prefix(model, prompt_ids, prompt_mask, prompt_mask.long(), positions)
+    positions = (prompts.mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    prefix = share_prefix(model, prompts.ids, prompts.mask, prompts.mask.long(), positions)
     L = prefix.length
-    ids, visible, positions = to_model(model, prompt_ids[:, L:], prefix.mask, positions[:, L:])
+    ids, visible, positions = to_model(model, prompts.ids[:, L:], prefix.mask, positions[:, L:])
     logits = next_logits(model, prefix.cache, ids, visible, positions)
     cache = DynamicCache(config=model.config)
     cache.layers = prefix.cache.filled
     return Prefill(logits, positions[:, -1:], prefix.mask, cache)
 
 
-def begin(
-    model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, sampling: Sampling, group_size: int
-) -> DecodeState:
+def begin(model: PreTrainedModel, prompts: Padded, sampling: Sampling, group_size: int) -> DecodeState:
     """Prefill, and repeat what comes of each prompt for the rows of its group."""
     limit = sampling.max_completion_tokens
-    logits, positions, mask, cache = prefill(model, prompt_ids, prompt_mask)
+    logits, positions, mask, cache = prefill(model, prompts)
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
             cache.layers[i] = BufferedLayer(layer, group_size, limit)
@@ -121,7 +114,7 @@ def begin(
     attention_mask = attention_mask.repeat_interleave(group_size, dim=0)
     if takes_visible_columns(model):
         attention_mask = attention_mask.bool()[:, None, None]  # the form that attention needs, made once
-    live = torch.arange(len(prompt_ids) * group_size, device=model.device)
+    live = torch.arange(len(mask) * group_size, device=model.device)
     completions = live.new_full((len(live), limit), sampling.pad_id)
     return DecodeState(
         completions=completions,
@@ -132,7 +125,6 @@ def begin(
         logits=logits.repeat_interleave(group_size, dim=0),
         positions=positions.repeat_interleave(group_size, dim=0),
         attention_mask=attention_mask,
-        prompt_length=prompt_ids.shape[1],
         cache=cache,
     )
 
@@ -195,20 +187,15 @@ def cache_dtype(states: Tensor) -> torch.dtype:
 
 
 def generate_by_library(
-    model: PreTrainedModel,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    sampling: Sampling,
-    stop_strings: StopStringCriteria | None,
-    group_size: int,
+    model: PreTrainedModel, prompts: Padded, sampling: Sampling, stops: StopStringCriteria | None, group_size: int
 ) -> Completions:
     """`decode` by transformers' own `generate`, the reference, without the model's generation config."""
-    prompt_ids = prompt_ids.to(model.device).repeat_interleave(group_size, dim=0)
-    prompt_mask = prompt_mask.long().to(model.device).repeat_interleave(group_size, dim=0)
+    prompt_ids = prompts.ids.to(model.device).repeat_interleave(group_size, dim=0)
+    prompt_mask = prompts.mask.long().to(model.device).repeat_interleave(group_size, dim=0)
     width = prompt_ids.shape[1]
     criteria = StoppingCriteriaList()
-    if stop_strings is not None:
-        criteria.append(lambda ids, scores: stop_strings(ids[:, width:], scores))
+    if stops is not None:
+        criteria.append(lambda ids, scores: stops(ids[:, width:], scores))
     greedy = sampling.temperature == 0
     config = GenerationConfig(
         do_sample=not greedy,

@@ -76,9 +76,8 @@ class EngineSampler:
         self.asked = None
         with random_numbers(how.generators):
             ids, logprobs = self.engine.complete(prompts.ids, how.sampling, group_size)
-        prompt_ids, prompt_mask = left_pad(prompts.ids, how.sampling.pad_id)
-        completions = Completions(ids, logprobs)
-        return make_rollout(self.by_model.tokenizer, prompt_ids, prompt_mask, completions, how.sampling)
+        padded = left_pad(prompts.ids, how.sampling.pad_id)
+        return make_rollout(self.by_model.tokenizer, padded, Completions(ids, logprobs), how.sampling)
 
 
 def find_engine(spec: dict[str, Any]) -> Engine:

@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer
 from pspo.model import to_device
 from pspo.rollout.decode import GPU_CHECK_EVERY, Prefill, cache_dtype, next_logits, prefill
 from pspo.rollout.drawing import draw_tokens, score_tokens, set_torch_states, torch_states
-from pspo.rollout.types import Completions, Sampling
+from pspo.rollout.types import Completions, Padded, Sampling
 
 MIN_ROWS = 8  # of a graph: fewer are hardly faster
 COLUMN_STEP = 64  # the number of columns is a multiple: a prompt that is a little longer needs no new graphs
@@ -31,19 +31,14 @@ GRAPH_DECODERS: WeakKeyDictionary[PreTrainedModel, GraphDecoder] = WeakKeyDictio
 
 
 def decode_by_graphs(
-    model: PreTrainedModel,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    sampling: Sampling,
-    stop_strings: StopStringCriteria | None,
-    group_size: int,
+    model: PreTrainedModel, prompts: Padded, sampling: Sampling, stops: StopStringCriteria | None, group_size: int
 ) -> Completions:
-    """Complete each of the left-padded prompts (N, P) ``group_size`` times."""
-    rows = len(prompt_ids) * group_size
+    """Complete each of the prompts (N, P) ``group_size`` times."""
+    rows = len(prompts.ids) * group_size
     n = round_rows(rows)
     limit = sampling.max_completion_tokens
-    columns = COLUMN_STEP * math.ceil((prompt_ids.shape[1] + limit) / COLUMN_STEP)
-    prefilled = prefill(model, prompt_ids, prompt_mask)
+    columns = COLUMN_STEP * math.ceil((prompts.ids.shape[1] + limit) / COLUMN_STEP)
+    prefilled = prefill(model, prompts)
     decoder = GRAPH_DECODERS.pop(model, None)  # kept again at the end: not if memory runs out
     if decoder is None or not decoder.fits(prefilled, n, columns, limit):
         decoder = None  # its buffers go before new ones come
@@ -54,8 +49,8 @@ def decode_by_graphs(
     length = 1
     while length < limit:
         if length % GPU_CHECK_EVERY == 0:
-            if stop_strings is not None:
-                decoder.end_rows(n, length, stop_strings)
+            if stops is not None:
+                decoder.end_rows(n, length, stops)
             live = int((~decoder.ended[:n]).sum())
             if live == 0:
                 break

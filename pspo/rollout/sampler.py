@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
 
 from pspo import distributed as dist
@@ -21,7 +20,7 @@ from pspo.rollout.decode import decode, generate_by_library
 from pspo.rollout.drawing import Generators, random_numbers, set_torch_states, torch_states
 from pspo.rollout.graphs import decode_by_graphs
 from pspo.rollout.prompts import Prompts
-from pspo.rollout.types import Completions, Rollout, Sampling, join
+from pspo.rollout.types import Completions, Padded, Rollout, Sampling, join
 from pspo.signals import StopSignals
 
 DECODERS = {"pspo": decode, "graphs": decode_by_graphs, "hf": generate_by_library}
@@ -89,9 +88,9 @@ def generate(
         try:
             parts = []
             for i in range(0, len(prompts), at_a_time):
-                prompt_ids, prompt_mask = left_pad(prompts[i : i + at_a_time], sampling.pad_id)
-                completions = complete(model, prompt_ids, prompt_mask, sampling, stop_strings, group_size)
-                parts.append(make_rollout(tokenizer, prompt_ids, prompt_mask, completions, sampling))
+                padded = left_pad(prompts[i : i + at_a_time], sampling.pad_id)
+                completions = complete(model, padded, sampling, stop_strings, group_size)
+                parts.append(make_rollout(tokenizer, padded, completions, sampling))
             return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
         except RuntimeError as error:
             if at_a_time * group_size == 1 or not is_out_of_memory(error):
@@ -104,12 +103,12 @@ def generate(
         warnings.warn(f"out of memory: drawing as with --rollout.max_rows {max_rows}", stacklevel=1)
 
 
-def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Token lists to prompt_ids (B, P) int64 and prompt_mask (B, P) bool."""
+def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> Padded:
+    """Pad token lists to the longest."""
     width = max(map(len, prompts))
     ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[False] * (width - len(prompt)) + [True] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids), torch.tensor(mask)
+    return Padded(torch.tensor(ids), torch.tensor(mask))
 
 
 def completion_texts(
@@ -132,11 +131,7 @@ def completion_texts(
 
 
 def make_rollout(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completions: Completions,
-    sampling: Sampling,
+    tokenizer: PreTrainedTokenizerBase, prompts: Padded, completions: Completions, sampling: Sampling
 ) -> Rollout:
     """Make a rollout of prompts (N, P) and the completions (N * group_size, T) drawn for them.
 
@@ -144,9 +139,7 @@ def make_rollout(
     """
     ids = completions.ids.cpu()
     n_rows, width = ids.shape
-    group_size = n_rows // len(prompt_ids)
-    prompt_ids = prompt_ids.repeat_interleave(group_size, dim=0)
-    prompt_mask = prompt_mask.repeat_interleave(group_size, dim=0)
+    prompt_ids, prompt_mask = (part.repeat_interleave(n_rows // len(part), dim=0) for part in prompts)
     is_stop = torch.isin(ids, torch.tensor(sampling.stop_ids, dtype=torch.long))
     if sampling.stop_strings:
         stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings))

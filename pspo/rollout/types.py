@@ -1,9 +1,10 @@
 """Settings of sampling, the tensors of a rollout, its rewards, and its rows as the loss sees them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +20,14 @@ from pspo.tasks.rewards import Scores
 FIRST_VISIT = 1.0  # in place of an old log-prob, which is at most 0: that of the first optimizer step's own pass
 
 
-def cat_padded(parts: Sequence[Tensor], value: float = 0) -> Tensor:
+def cat_padded(parts: Sequence[Tensor], value: float = 0, left: bool = False) -> Tensor:
     """The rows (b, t) of all parts, each padded with ``value`` to the widest: (B, T)."""
     width = max(part.shape[1] for part in parts)
-    return torch.cat([pad(part, (0, width - part.shape[1]), value=value) for part in parts])
+    padded = []
+    for part in parts:
+        missing = width - part.shape[1]
+        padded.append(pad(part, (missing, 0) if left else (0, missing), value=value))
+    return torch.cat(padded)
 
 
 @dataclass(frozen=True)
@@ -74,21 +79,33 @@ class Completions:
     nucleus: Nucleus | None = None
 
 
+class Padded(NamedTuple):
+    """N left-padded prompts."""
+
+    ids: Tensor  # (N, P) int64
+    mask: Tensor  # (N, P) bool
+
+
+# Fields of `Rollout` with a value for each token: of prompts, which are left-padded, or of completions, right-padded.
+PROMPT = {"columns": "prompt"}
+COMPLETION = {"columns": "completion"}
+
+
 @dataclass(frozen=True)
 class Rollout:
     """B prompts with one completion each, on the CPU; the rows of one prompt are adjacent."""
 
-    prompt_ids: Tensor  # (B, P) int64, left-padded
-    prompt_mask: Tensor  # (B, P) bool
-    completion_ids: Tensor  # (B, T) int64, right-padded
-    completion_mask: Tensor  # (B, T) bool, true through the first stop token inclusive
+    prompt_ids: Tensor = field(metadata=PROMPT)  # (B, P) int64
+    prompt_mask: Tensor = field(metadata=PROMPT)  # (B, P) bool
+    completion_ids: Tensor = field(metadata=COMPLETION)  # (B, T) int64
+    completion_mask: Tensor = field(metadata=COMPLETION)  # (B, T) bool, true through the first stop token inclusive
     terminated: Tensor  # (B,) bool, false where the completion hit the token limit
     texts: list[str]  # see `completion_texts`; they begin with a `<think>` that their prompt ends with
-    sampler_logprobs: Tensor | None = None  # (B, T) float32, as sampled, before the nucleus cut; if `Sampling` asks
-    nucleus: Nucleus | None = None  # that the tokens were drawn from; if `Sampling` asks
-    sampled_mask: Tensor | None = None  # (B, T) bool, false at an environment's observations
+    sampler_logprobs: Tensor | None = field(default=None, metadata=COMPLETION)  # (B, T) float32, before the nucleus cut
+    nucleus: Nucleus | None = None  # that the tokens were drawn from; it and the log-probs if `Sampling` asks
+    sampled_mask: Tensor | None = field(default=None, metadata=COMPLETION)  # (B, T) bool, false at observations
     environment_rewards: list[float] | None = None  # sum of each episode's rewards; `texts` are last turns then
-    behaviour_logprobs: Tensor | None = None  # (B, T) float32, of the policy that drew; None for the present one's
+    behaviour_logprobs: Tensor | None = field(default=None, metadata=COMPLETION)  # (B, T), of the policy that drew
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -103,16 +120,18 @@ class Rollout:
         """The rows at ``indices`` (b,) int64, without the columns that are padding in all of them."""
         first = self.prompt_mask.shape[1] - int(self.prompt_mask[indices].sum(dim=1).max())
         width = max(int(self.completion_mask[indices].sum(dim=1).max()), 1)
-        parts = {}
-        for name, value in vars(self).items():
+        kept = {"prompt": slice(first, None), "completion": slice(width)}
+        rows = {}
+        for part in fields(self):
+            value = getattr(self, part.name)
             if isinstance(value, Nucleus):
-                parts[name] = value.rows(indices, width)
+                value = value.rows(indices, width)
             elif isinstance(value, list):
-                parts[name] = [value[i] for i in indices.tolist()]
+                value = [value[i] for i in indices.tolist()]
             elif value is not None:
-                columns = slice(first, None) if name.startswith("prompt") else slice(width)
-                parts[name] = value[indices] if value.dim() == 1 else value[indices, columns]
-        return Rollout(**parts)
+                value = value[indices, kept[part.metadata["columns"]]] if part.metadata else value[indices]
+            rows[part.name] = value
+        return Rollout(**rows)
 
     @property
     def loss_mask(self) -> Tensor:
@@ -167,22 +186,21 @@ class Rollout:
 
 def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
     """The rows of all rollouts, one after the other; ValueError if one lacks what another has."""
-    width = max(part.prompt_ids.shape[1] for part in parts)
     joined = {}
-    for name, value in vars(parts[0]).items():
-        values = [getattr(part, name) for part in parts]
-        if any((other is None) != (value is None) for other in values):
-            raise ValueError(f"cannot join rollouts with and without {name}")
-        filler = pad_id if name.endswith("_ids") else 0
-        if isinstance(value, Nucleus):
-            ids = [row for part in values for row in part.ids]
-            joined[name] = Nucleus(ids, cat_padded([part.counts for part in values]))
-        elif isinstance(value, list):
-            joined[name] = [item for items in values for item in items]
-        elif name.startswith("prompt"):
-            joined[name] = torch.cat([pad(value, (width - value.shape[1], 0), value=filler) for value in values])
-        elif value is not None:
-            joined[name] = torch.cat(values) if value.dim() == 1 else cat_padded(values, filler)
+    for part in fields(Rollout):
+        values = [getattr(rollout, part.name) for rollout in parts]
+        if any((value is None) != (values[0] is None) for value in values):
+            raise ValueError(f"cannot join rollouts with and without {part.name}")
+        if isinstance(values[0], Nucleus):
+            ids = [row for nucleus in values for row in nucleus.ids]
+            joined[part.name] = Nucleus(ids, cat_padded([nucleus.counts for nucleus in values]))
+        elif isinstance(values[0], list):
+            joined[part.name] = [*chain(*values)]
+        elif part.metadata and values[0] is not None:
+            filler = pad_id if values[0].dtype == torch.long else 0
+            joined[part.name] = cat_padded(values, filler, left=part.metadata["columns"] == "prompt")
+        elif values[0] is not None:
+            joined[part.name] = torch.cat(values)
     return Rollout(**joined)
 
 
