@@ -1,7 +1,5 @@
 """What may end a run; `pspo.endings` has the table of what is saved and said."""
 
-from typing import Any
-
 
 class Stopped(BaseException):
     """A signal has stopped the run.
@@ -36,8 +34,3 @@ class SurrogateError(UserCodeError):
 
 class WorkerError(Exception):
     """An error in a worker process; its text is the traceback there."""
-
-
-def function_name(function: Any) -> str:
-    """Name of a user's function, or of an instance's class, in metrics and messages; a text is its own."""
-    return function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)

@@ -19,8 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pspo.errors import function_name
-from pspo.losses.surrogates import as_rows, check_values
+from pspo.losses.surrogates import as_rows, check_values, function_name
 
 Aggregation = Literal["dapo", "grpo", "dr_grpo"]
 

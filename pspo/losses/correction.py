@@ -9,8 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from pspo.errors import function_name
-from pspo.losses.surrogates import as_rows, log_ratio, masked
+from pspo.losses.surrogates import as_rows, function_name, log_ratio, masked
 
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 

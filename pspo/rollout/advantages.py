@@ -18,8 +18,7 @@ from torch import Tensor
 
 from pspo import distributed as dist
 from pspo.config import Advantages
-from pspo.errors import function_name
-from pspo.losses.surrogates import as_rows
+from pspo.losses.surrogates import as_rows, function_name
 from pspo.rollout.types import Experience
 from pspo.tasks import Problem
 

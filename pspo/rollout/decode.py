@@ -7,7 +7,6 @@ without sorting the vocabulary, and finished rows leave the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,56 +27,6 @@ from pspo.rollout.types import Completions, Padded, Sampling
 
 GPU_CHECK_EVERY = 16  # tokens between checks for finished rows: each makes the CPU wait for the GPU
 MIN_FINISHED = 0.25  # share of the rows in the batch that is worth copying the cache without them
-
-
-@dataclass
-class DecodeState:
-    """All B = N * group_size completions so far, and the b rows that are still in the batch."""
-
-    completions: Tensor  # (B, T) int64, padding where nothing is drawn
-    logprobs: Tensor | None  # (B, T) float32, of the drawn tokens; None unless requested
-    nuclei: NucleusRecorder | None  # records what they are drawn from; None unless requested
-    live: Tensor  # (b,) int64, indices of the rows in the batch
-    ended: Tensor  # (b,) bool, their completions that have ended
-    logits: Tensor  # (b, V), of the next token
-    positions: Tensor  # (b, 1) int64, of the token that the logits were computed from
-    attention_mask: Tensor  # (b, P + T), or (b, 1, 1, P + T) bool, of all columns
-    cache: DynamicCache  # keys and values of the rows
-    tokens: Tensor | None = None  # (b,) int64, those drawn last
-    length: int = 0  # tokens drawn so far in every live row
-
-
-def decode(
-    model: PreTrainedModel, prompts: Padded, sampling: Sampling, stops: StopStringCriteria | None, group_size: int
-) -> Completions:
-    """Complete each of the prompts (N, P) ``group_size`` times."""
-    device = model.device
-    state = begin(model, prompts, sampling, group_size)
-    width = prompts.ids.shape[1]
-    stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
-    check_every = GPU_CHECK_EVERY if device.type == "cuda" else 1
-    while True:
-        sample(state, sampling)
-        state.ended |= torch.isin(state.tokens, stop_ids)
-        if stops is not None:
-            state.ended |= stops(state.completions[state.live, : state.length], None)
-        if state.length == sampling.max_completion_tokens:
-            break
-        if (state.length - 1) % check_every == 0:
-            finished = int(state.ended.sum())
-            if finished == len(state.ended):
-                break
-            if finished >= MIN_FINISHED * len(state.ended):  # they leave the batch and the cache
-                stay = (~state.ended).nonzero().squeeze(1)
-                state.cache.batch_select_indices(stay)
-                for name in ("live", "ended", "tokens", "positions", "attention_mask"):
-                    setattr(state, name, getattr(state, name)[stay])
-        state.positions += 1
-        mask = state.attention_mask[..., : width + state.length]
-        state.logits = next_logits(model, state.cache, state.tokens[:, None], mask, state.positions)
-    logprobs = None if state.logprobs is None else state.logprobs[:, : state.length]
-    nucleus = None if state.nuclei is None else state.nuclei.collect(state.length)
-    return Completions(state.completions[:, : state.length], logprobs, nucleus)
 
 
 class Prefill(NamedTuple):
@@ -101,54 +50,12 @@ def prefill(model: PreTrainedModel, prompts: Padded) -> Prefill:
     return Prefill(logits, positions[:, -1:], prefix.mask, cache)
 
 
-def begin(model: PreTrainedModel, prompts: Padded, sampling: Sampling, group_size: int) -> DecodeState:
-    """Prefill, and repeat what comes of each prompt for the rows of its group."""
-    limit = sampling.max_completion_tokens
-    logits, positions, mask, cache = prefill(model, prompts)
-    for i, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[i] = BufferedLayer(layer, group_size, limit)
-        else:
-            layer.batch_repeat_interleave(group_size)
-    attention_mask = to_device(pad(mask, (0, limit), value=1), model.device)
-    attention_mask = attention_mask.repeat_interleave(group_size, dim=0)
-    if takes_visible_columns(model):
-        attention_mask = attention_mask.bool()[:, None, None]  # the form that attention needs, made once
-    live = torch.arange(len(mask) * group_size, device=model.device)
-    completions = live.new_full((len(live), limit), sampling.pad_id)
-    return DecodeState(
-        completions=completions,
-        logprobs=torch.zeros_like(completions, dtype=torch.float32) if sampling.logprobs else None,
-        nuclei=NucleusRecorder(completions) if sampling.nucleus else None,
-        live=live,
-        ended=torch.zeros_like(live, dtype=torch.bool),
-        logits=logits.repeat_interleave(group_size, dim=0),
-        positions=positions.repeat_interleave(group_size, dim=0),
-        attention_mask=attention_mask,
-        cache=cache,
-    )
-
-
 def next_logits(model: Callable[..., Any], cache: DynamicCache, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
     """(b, V) logits of the token after ids (b, t), whose keys and values are added to the cache."""
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, CACHE_ARGUMENT: cache}
     # 1 would take a strided view of the states: on a CPU, torch copies the bf16 output embedding for each of its rows.
     last = 1 if ids.shape[1] == 1 else ids.new_full((1,), -1)
     return model(**inputs, use_cache=True, logits_to_keep=last).logits[:, -1]
-
-
-def sample(state: DecodeState, sampling: Sampling) -> None:
-    """Draw the next token of each row, padding where the row has ended."""
-    scores, allowed = score_tokens(state.logits, sampling)
-    top_p = sampling.top_p
-    if state.nuclei is not None:
-        scores = allowed = state.nuclei.cut(allowed, top_p, state.live, state.ended, state.length)
-        top_p = 1.0
-    state.tokens = draw_tokens(allowed, sampling.temperature, top_p).where(~state.ended, sampling.pad_id)
-    state.completions[state.live, state.length] = state.tokens
-    if state.logprobs is not None:
-        state.logprobs[state.live, state.length] = -cross_entropy(scores, state.tokens, reduction="none")
-    state.length += 1
 
 
 class BufferedLayer(DynamicLayer):
@@ -184,6 +91,82 @@ def cache_dtype(states: Tensor) -> torch.dtype:
     """The dtype of buffers for keys and values: autocast's, or attention would cast all of them at every step."""
     device_type = states.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
+
+
+class DecodeState:
+    """All B = N * group_size completions so far, and the b rows that are still in the batch."""
+
+    def __init__(self, model: PreTrainedModel, prompts: Padded, sampling: Sampling, group_size: int) -> None:
+        """Prefill, and repeat what comes of each prompt for the rows of its group."""
+        limit = sampling.max_completion_tokens
+        logits, positions, mask, self.cache = prefill(model, prompts)
+        for i, layer in enumerate(self.cache.layers):
+            if type(layer) is DynamicLayer:
+                self.cache.layers[i] = BufferedLayer(layer, group_size, limit)
+            else:
+                layer.batch_repeat_interleave(group_size)
+        mask = to_device(pad(mask, (0, limit), value=1), model.device).repeat_interleave(group_size, dim=0)
+        if takes_visible_columns(model):
+            mask = mask.bool()[:, None, None]  # the form that attention needs, made once
+        self.mask = mask  # (b, P + T), or (b, 1, 1, P + T) bool, of all columns
+        self.logits = logits.repeat_interleave(group_size, dim=0)  # (b, V), of the next token
+        self.positions = positions.repeat_interleave(group_size, dim=0)  # (b, 1) int64, of the token before it
+        self.live = torch.arange(len(mask), device=model.device)  # (b,) indices of the rows in the batch
+        self.ended = torch.zeros_like(self.live, dtype=torch.bool)  # (b,), their completions that have ended
+        self.tokens = self.live  # (b,) int64, those drawn last
+        self.length = 0  # tokens drawn so far in every live row
+        self.completions = self.live.new_full((len(mask), limit), sampling.pad_id)  # (B, T)
+        self.logprobs = torch.zeros_like(self.completions, dtype=torch.float32) if sampling.logprobs else None
+        self.nuclei = NucleusRecorder(self.completions) if sampling.nucleus else None
+
+    def sample(self, sampling: Sampling) -> None:
+        """Draw the next token of each row, padding where the row has ended."""
+        scores, allowed = score_tokens(self.logits, sampling)
+        top_p = sampling.top_p
+        if self.nuclei is not None:
+            scores = allowed = self.nuclei.cut(allowed, top_p, self.live, self.ended, self.length)
+            top_p = 1.0
+        self.tokens = draw_tokens(allowed, sampling.temperature, top_p).where(~self.ended, sampling.pad_id)
+        self.completions[self.live, self.length] = self.tokens
+        if self.logprobs is not None:
+            self.logprobs[self.live, self.length] = -cross_entropy(scores, self.tokens, reduction="none")
+        self.length += 1
+
+    def keep(self, stay: Tensor) -> None:
+        """Leave the rows at ``stay`` in the batch and the cache."""
+        self.cache.batch_select_indices(stay)
+        for name in ("live", "ended", "tokens", "positions", "mask"):
+            setattr(self, name, getattr(self, name)[stay])
+
+
+def decode(
+    model: PreTrainedModel, prompts: Padded, sampling: Sampling, stops: StopStringCriteria | None, group_size: int
+) -> Completions:
+    """Complete each of the prompts (N, P) ``group_size`` times."""
+    device = model.device
+    state = DecodeState(model, prompts, sampling, group_size)
+    width = prompts.ids.shape[1]
+    stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
+    check_every = GPU_CHECK_EVERY if device.type == "cuda" else 1
+    while True:
+        state.sample(sampling)
+        state.ended |= torch.isin(state.tokens, stop_ids)
+        if stops is not None:
+            state.ended |= stops(state.completions[state.live, : state.length], None)
+        if state.length == sampling.max_completion_tokens:
+            break
+        if (state.length - 1) % check_every == 0:
+            finished = int(state.ended.sum())
+            if finished == len(state.ended):
+                break
+            if finished >= MIN_FINISHED * len(state.ended):
+                state.keep((~state.ended).nonzero().squeeze(1))
+        state.positions += 1
+        mask = state.mask[..., : width + state.length]
+        state.logits = next_logits(model, state.cache, state.tokens[:, None], mask, state.positions)
+    logprobs = None if state.logprobs is None else state.logprobs[:, : state.length]
+    nucleus = None if state.nuclei is None else state.nuclei.collect(state.length)
+    return Completions(state.completions[:, : state.length], logprobs, nucleus)
 
 
 def generate_by_library(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from pspo.config import AlgorithmConfig, Decoder, RewardConfig
@@ -20,14 +20,9 @@ from pspo.tasks.rewards import Scores
 FIRST_VISIT = 1.0  # in place of an old log-prob, which is at most 0: that of the first optimizer step's own pass
 
 
-def cat_padded(parts: Sequence[Tensor], value: float = 0, left: bool = False) -> Tensor:
+def cat_padded(parts: Sequence[Tensor], value: float = 0, side: str = "right") -> Tensor:
     """The rows (b, t) of all parts, each padded with ``value`` to the widest: (B, T)."""
-    width = max(part.shape[1] for part in parts)
-    padded = []
-    for part in parts:
-        missing = width - part.shape[1]
-        padded.append(pad(part, (missing, 0) if left else (0, missing), value=value))
-    return torch.cat(padded)
+    return pad_sequence([*chain(*parts)], batch_first=True, padding_value=value, padding_side=side)
 
 
 @dataclass(frozen=True)
@@ -86,9 +81,9 @@ class Padded(NamedTuple):
     mask: Tensor  # (N, P) bool
 
 
-# Fields of `Rollout` with a value for each token: of prompts, which are left-padded, or of completions, right-padded.
-PROMPT = {"columns": "prompt"}
-COMPLETION = {"columns": "completion"}
+# Fields of `Rollout` with a value for each token, and the side on which rows are padded.
+PROMPT = {"side": "left"}
+COMPLETION = {"side": "right"}
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ class Rollout:
         """The rows at ``indices`` (b,) int64, without the columns that are padding in all of them."""
         first = self.prompt_mask.shape[1] - int(self.prompt_mask[indices].sum(dim=1).max())
         width = max(int(self.completion_mask[indices].sum(dim=1).max()), 1)
-        kept = {"prompt": slice(first, None), "completion": slice(width)}
+        kept = {"left": slice(first, None), "right": slice(width)}
         rows = {}
         for part in fields(self):
             value = getattr(self, part.name)
@@ -129,7 +124,7 @@ class Rollout:
             elif isinstance(value, list):
                 value = [value[i] for i in indices.tolist()]
             elif value is not None:
-                value = value[indices, kept[part.metadata["columns"]]] if part.metadata else value[indices]
+                value = value[indices, kept[part.metadata["side"]]] if part.metadata else value[indices]
             rows[part.name] = value
         return Rollout(**rows)
 
@@ -198,7 +193,7 @@ def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
             joined[part.name] = [*chain(*values)]
         elif part.metadata and values[0] is not None:
             filler = pad_id if values[0].dtype == torch.long else 0
-            joined[part.name] = cat_padded(values, filler, left=part.metadata["columns"] == "prompt")
+            joined[part.name] = cat_padded(values, filler, part.metadata["side"])
         elif values[0] is not None:
             joined[part.name] = torch.cat(values)
     return Rollout(**joined)

@@ -20,7 +20,7 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from pspo.errors import RewardError, function_name
+from pspo.errors import RewardError
 from pspo.tasks.answers import TOLERANCE, Marker, extract_answer, matches_format
 from pspo.tasks.problem import Problem
 from pspo.tasks.workers import worker_pool
@@ -158,7 +158,12 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
             signature.bind(**arguments)
         except TypeError as error:
             names = ", ".join(sorted(inputs))
-            raise RewardError(f"reward {function_name(function)}: {error}; there is only {names}") from error
+            raise RewardError(f"reward {reward_name(function)}: {error}; there is only {names}") from error
+
+
+def reward_name(function: Callable[..., Any]) -> str:
+    """Name of a reward in metrics and messages: the function's, or the object's class."""
+    return getattr(function, "__name__", type(function).__name__)
 
 
 @cache
@@ -186,7 +191,7 @@ def plain_value(value: Any) -> str | float | bool | None:
 
 def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
     """Values of n completions, and what the function logs; RewardError unless there are n finite numbers or None."""
-    name = function_name(function)
+    name = reward_name(function)
     columns: Columns = {}
     loggers = {
         "log_metric": lambda key, value: columns.update({str(key): [float(value)] * n}),
@@ -247,6 +252,8 @@ def guarded_values(
         result = attempt_reward(function, arguments, len(problems))
         if isinstance(result, tuple):
             return *result, None
+        if on_error == "raise":
+            raise result
     groups = group_slices(problems)
     calls = []
     for rows in groups:  # what is no list is for all
@@ -261,7 +268,7 @@ def guarded_values(
     first_error = next((result for result in results if isinstance(result, Exception)), None)
     if first_error is not None and on_error == "raise":
         is_late = isinstance(first_error, TimeoutError)
-        raise TimeoutError(f"reward {function_name(function)} {first_error}") if is_late else first_error
+        raise TimeoutError(f"reward {reward_name(function)} {first_error}") if is_late else first_error
     for group, result in zip(groups, results, strict=True):
         if isinstance(result, tuple):
             values[group], columns = result
@@ -297,14 +304,14 @@ def total_rewards(
     logged: Columns = {}
     failures: dict[str, Exception] = {}
     for function in functions:
-        name = function_name(function)
+        name = reward_name(function)
         arguments = reward_arguments(function, inputs)
-        if workers or timeout or on_error == "none":
+        if type(function).__module__.startswith("pspo.") and on_error == "raise" and not workers and not timeout:
+            result, columns = function(**arguments), {}
+        else:
             result, columns, error = guarded_values(function, arguments, problems, timeout, on_error, workers)
             if error is not None:
                 failures.setdefault(name, error)
-        else:
-            result, columns = call_reward(function, arguments, len(problems))
         if name in values:
             name = unique_name(name, values)
         values[name] = result
