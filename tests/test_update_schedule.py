@@ -44,11 +44,11 @@ def test_no_forward_pass_more_than_needed(policy, monkeypatch, epochs, minibatch
     learner = make_learner(policy, config)
 
     def counted(original):
-        def count(model, prompt_ids, *args):
+        def count(model, rows, *args):
             grad = torch.is_grad_enabled()
-            passes["reference" if model is learner.reference else "train" if grad else "old"] += len(prompt_ids)
+            passes["reference" if model is learner.reference else "train" if grad else "old"] += len(rows)
             assert not (grad and model is learner.reference)
-            return original(model, prompt_ids, *args)
+            return original(model, rows, *args)
 
         return count
 

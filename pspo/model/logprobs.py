@@ -19,6 +19,15 @@ CHUNK_TOKENS = 256  # the fewest in a chunk: each costs a pass over the output e
 CACHED_LOGITS = 2**16  # that stay in a CPU's cache
 
 
+class TokenRows(NamedTuple):
+    """Prompts (B, P), left-padded, with their completions (B, T), right-padded, on the CPU."""
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+
+
 class Targets(NamedTuple):
     """Completion tokens, and the nucleus that each was drawn from: log-probs are renormalised over it. On the CPU."""
 
@@ -56,9 +65,10 @@ def token_logprobs(
         nucleus_ids: the nucleus of each unmasked token, as in `Targets`.
         with_entropies: also return the entropies (B, T) of the distributions that the log-probs are of.
     """
-    mask = completion_mask.cpu()
-    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, mask, shares_prompts(model))
-    targets = Targets(completion_ids.cpu()[mask], nucleus_ids)
+    rows = TokenRows(prompt_ids.cpu(), prompt_mask.cpu(), completion_ids.cpu(), completion_mask.cpu())
+    mask = rows.completion_mask
+    hidden = hidden_states(model, rows, shares_prompts(model))
+    targets = Targets(rows.completion_ids[mask], nucleus_ids)
     chunks = row_chunks(model, mask)
     parts = []
     for _, tokens in chunks:
@@ -68,26 +78,19 @@ def token_logprobs(
     return (logprobs, entropies) if with_entropies else logprobs
 
 
-def hidden_states(
-    model: PreTrainedModel,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    completion_ids: Tensor,
-    completion_mask: Tensor,
-    shared: bool,
-) -> Tensor:
+def hidden_states(model: PreTrainedModel, rows: TokenRows, shared: bool) -> Tensor:
     """(N, H): the last hidden states, from which the model predicts each unmasked completion token, row after row.
 
-    With ``shared`` a prompt is computed once for its rows. Tokens and masks should be on the CPU, where it is found.
+    With ``shared`` a prompt is computed once for its rows. A `pspo.rollout.Rollout` has such rows.
     """
-    ids = torch.cat([prompt_ids.cpu(), completion_ids.cpu()], dim=1)[:, :-1]  # the last token predicts nothing
-    mask = torch.cat([prompt_mask.cpu(), completion_mask.cpu()], dim=1)[:, :-1].long()
+    ids = torch.cat([rows.prompt_ids, rows.completion_ids], dim=1)[:, :-1]  # the last token predicts nothing
+    mask = torch.cat([rows.prompt_mask, rows.completion_mask], dim=1)[:, :-1].long()
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    width = prompt_ids.shape[1]
+    width = rows.prompt_ids.shape[1]
     states = hidden_states_of_shared_prompts(model, ids, mask, positions, width) if shared else None
     if states is None:
         states = body_states(model, ids, mask, positions)[:, width - 1 :]
-    return states.flatten(0, 1)[token_index(completion_mask.cpu(), states.device)]
+    return states.flatten(0, 1)[token_index(rows.completion_mask, states.device)]
 
 
 def token_index(mask: Tensor, device: torch.device) -> Tensor:
@@ -120,19 +123,23 @@ def head_logprobs(
 
     With ``recompute``, and above `chunk_tokens`, pieces are computed again in the backward pass.
     """
-    most = chunk_tokens(model)
-    if recompute or len(hidden) > most:
-        pieces = []
-        for start in range(0, max(1, len(hidden)), most):  # a row without a token is a piece, too
-            tokens = slice(start, min(start + most, len(hidden)))
-            inputs = (model, hidden[tokens], targets.select(tokens), temperature)
-            pieces.append(checkpoint(head_logprobs, *inputs, use_reentrant=False))
-        logprobs, entropies = (torch.cat(values) for values in zip(*pieces, strict=True))
-        return logprobs, entropies
+    if recompute or len(hidden) > chunk_tokens(model):
+        return recomputed_logprobs(model, hidden, targets, temperature)
     logits = head_logits(model, hidden, temperature)
     if targets.nucleus is not None:
         logits = logits.masked_fill(excluded_mask(*targets.nucleus, logits), -torch.inf)
     return TokenLogprobs.apply(logits, to_device(targets.ids, logits.device))
+
+
+def recomputed_logprobs(model: PreTrainedModel, hidden: Tensor, targets: Targets, temperature: float) -> list[Tensor]:
+    """`head_logprobs` in pieces of `chunk_tokens`, which are computed again in the backward pass."""
+    most = chunk_tokens(model)
+    pieces = []
+    for start in range(0, max(1, len(hidden)), most):  # a row without a token is a piece, too
+        tokens = slice(start, min(start + most, len(hidden)))
+        inputs = (model, hidden[tokens], targets.select(tokens), temperature)
+        pieces.append(checkpoint(head_logprobs, *inputs, use_reentrant=False))
+    return [torch.cat(values) for values in zip(*pieces, strict=True)]
 
 
 class TokenLogprobs(torch.autograd.Function):

@@ -63,27 +63,25 @@ def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuff
 
 
 def split_microbatches(learner: Learner, batch: Batch, minibatch: Minibatch, config: TrainConfig) -> list[Batch]:
-    """Fill microbatches with a minibatch's rows up to the learner's tokens; only a larger group is split.
-
-    With shards every rank must run the same number of passes: masked rows fill up.
-    """
+    """Fill microbatches with a minibatch's rows up to the learner's tokens; only a larger group is split."""
     limit = learner.microbatch_tokens or config.optimizer.microbatch_tokens or MICROBATCH_TOKENS
     filled: list[list[int]] = [[]]
     for group in minibatch.groups:
-        parts = [group]
-        if padded_tokens(learner, batch, group, config) > limit:
-            parts = [[row] for row in group]
-        for rows in parts:
+        fits = padded_tokens(learner, batch, group, config) <= limit
+        for rows in [group] if fits else [[row] for row in group]:
             if filled[-1] and padded_tokens(learner, batch, filled[-1] + rows, config) > limit:
                 filled.append([])
             filled[-1] += rows
     microbatches = [batch.rows(torch.tensor(rows)) for rows in filled]
-    if learner.is_sharded:
-        missing = dist.max_over_ranks(len(microbatches)) - len(microbatches)
-        row = microbatches[0].rows(torch.tensor([0]))
-        masked = replace(row.rollout, completion_mask=row.rollout.completion_mask & False)
-        microbatches += [replace(row, rollout=masked)] * missing
-    return microbatches
+    return fill_up(microbatches) if learner.is_sharded else microbatches
+
+
+def fill_up(microbatches: list[Batch]) -> list[Batch]:
+    """Add masked rows until every rank has as many: with shards all must run the same number of passes."""
+    missing = dist.max_over_ranks(len(microbatches)) - len(microbatches)
+    row = microbatches[0].rows(torch.tensor([0]))
+    masked = replace(row.rollout, completion_mask=row.rollout.completion_mask & False)
+    return microbatches + [replace(row, rollout=masked)] * missing
 
 
 def padded_tokens(learner: Learner, batch: Batch, rows: list[int], config: TrainConfig) -> int:

@@ -51,6 +51,14 @@ def drawn_logprobs(
     return compute_logprobs(learner, batch, minibatches, model, config).cpu()
 
 
+def reference_logprobs(learner: Learner, batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> Tensor:
+    """(B, T) log-probs of a rollout by the reference model, which --algorithm.reference_every refreshes first."""
+    if config.algorithm.reference_every > 0:
+        learner.refresh_reference(config.algorithm.reference_every)
+    with learner.reference_model() as reference:
+        return compute_logprobs(learner, batch, minibatches, reference, config)
+
+
 def fillers(batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> list[Minibatch]:
     """Under --algorithm.shuffle the rows that no first visit makes, but may fill up a later epoch's minibatch."""
     if not config.algorithm.shuffle:

@@ -26,7 +26,7 @@ from pspo.update.batching import (
     split_minibatches,
 )
 from pspo.update.learner import Learner
-from pspo.update.old import compute_logprobs, old_logprobs
+from pspo.update.old import old_logprobs, reference_logprobs
 from pspo.update.tokens import Visit, concat_columns, step_metrics, token_columns
 
 
@@ -46,11 +46,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     if rollout.behaviour_logprobs is not None or len(minibatches) > 1 or algorithm.shuffle:
         old = old_logprobs(learner, batch, minibatches, config)
     if algorithm.beta > 0:
-        if algorithm.reference_every > 0:
-            learner.refresh_reference(algorithm.reference_every)
-        with learner.reference_model() as reference:
-            logprobs = compute_logprobs(learner, batch, minibatches, reference, config)
-        batch = replace(batch, ref_logprobs=logprobs)
+        batch = replace(batch, ref_logprobs=reference_logprobs(learner, batch, minibatches, config))
     steps = []
     for epoch in range(algorithm.epochs):
         if algorithm.shuffle and epoch > 0:
@@ -124,7 +120,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     gradients = []
     device_type = policy.device.type
     with autocast(config.model.autocast, policy.device):  # around all: casts weights once
-        hidden = hidden_states(policy, *rollout.token_ids, learner.shares_prompts)  # (N, H)
+        hidden = hidden_states(policy, rollout, learner.shares_prompts)  # (N, H)
         for rows, tokens in row_chunks(policy, rollout.completion_mask):
             states = hidden[tokens].detach().requires_grad_()  # (n, H)
             logprobs, entropies = head_logprobs(policy, states, rollout.targets(rows), config.rollout.temperature)

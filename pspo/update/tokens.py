@@ -1,6 +1,5 @@
 """Results of optimizer steps at tokens: by column, as metrics of a step, and as ``tokens.parquet``."""
 
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +28,11 @@ class Visit:
 
 def token_columns(visits: list[Visit]) -> dict[str, Tensor]:
     """By name the values (n,) at this rank's unmasked tokens, on the CPU, with the names of `COLUMNS`."""
-    columns = defaultdict(list)
+    parts = []
     for visit in visits:
         x = visit.inputs
         index = token_index(visit.mask, x.mask.device)
-        values = {
+        columns = {
             "logprob": x.logprobs,
             "old_logprob": x.old_logprobs,
             "advantage": x.advantages,
@@ -42,10 +41,9 @@ def token_columns(visits: list[Visit]) -> dict[str, Tensor]:
             "sampler_logprob": x.sampler_logprobs,
             "reference_logprob": x.ref_logprobs,
         }
-        for name, value in values.items():
-            if value is not None:
-                columns[name].append(value.expand_as(x.mask).flatten()[index])
-    values = torch.stack([torch.cat(parts) for parts in columns.values()]).cpu()  # one wait for a GPU
+        columns = {name: value for name, value in columns.items() if value is not None}
+        parts.append(torch.stack([value.expand_as(x.mask).flatten()[index] for value in columns.values()]))
+    values = torch.cat(parts, dim=1).cpu()  # one wait for a GPU
     rows = torch.cat([visit.rows[:, None].expand_as(visit.mask)[visit.mask] for visit in visits])
     positions = torch.cat([visit.mask.nonzero()[:, 1] for visit in visits])
     return dict(zip(columns, values, strict=True)) | {"row": rows, "position": positions}
