@@ -17,6 +17,7 @@ from light_rewards import Leaves, calls_in_turn
 from processes import TINY, run_command
 
 from pspo.cli.files import read_jsonl
+from pspo.config import RewardConfig
 from pspo.errors import WorkerError
 from pspo.tasks import ExactMatch, MathVerifyReward, SoftOverlong, failures
 from pspo.tasks.failures import show_failures
@@ -53,6 +54,11 @@ def test_math_reward_options():
     assert MathReward(tolerance=1e-6)(*batch(("#### 1.000001", 1))) == [1.0]  # the decimal as written, not its float
 
 
+def total(functions, weights, completions, problems, timeout=0.0, on_error="raise", workers=0, **inputs):
+    reward = RewardConfig(functions, weights, timeout, on_error, workers)
+    return total_rewards(reward, completions, problems, **inputs)
+
+
 @dataclass(frozen=True)
 class Returns(Reward):
     """A user's reward, without registration."""
@@ -65,13 +71,13 @@ class Returns(Reward):
 
 def test_total_is_the_weighted_sum():
     completions, problems = batch(("#### 5", 5), ("#### 6", 5))
-    assert math.isnan(total_rewards([Returns([1, None])], None, completions, problems).totals[1])
+    assert math.isnan(total([Returns([1, None])], None, completions, problems).totals[1])
     functions = [MathReward(), FormatReward(), Returns([3, -2]), Returns(np.array([0.5, 0.25], dtype=np.float32))]
-    totals, by_name, *_ = total_rewards(functions, [1.0, 0.5, 2.0, 4.0], completions, problems)
+    totals, by_name, *_ = total(functions, [1.0, 0.5, 2.0, 4.0], completions, problems)
     assert totals == [1.0 + 0.5 + 6.0 + 2.0, 0.05 + 0.5 - 4.0 + 1.0]
     returned = {"Returns": [3.0, -2.0], "Returns_2": [0.5, 0.25]}
     assert by_name == {"MathReward": [1.0, 0.05], "FormatReward": [1.0, 1.0]} | returned
-    assert total_rewards([MathReward()], None, completions, problems)[0] == [1.0, 0.05]
+    assert total([MathReward()], None, completions, problems)[0] == [1.0, 0.05]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +92,7 @@ def test_total_is_the_weighted_sum():
 )  # fmt: skip
 def test_a_bad_return_value_names_the_reward(value, message):
     with pytest.raises(ValueError, match=message):
-        total_rewards([MathReward(), Returns(value)], None, *batch(("#### 5", 5), ("#### 6", 5)))
+        total([MathReward(), Returns(value)], None, *batch(("#### 5", 5), ("#### 6", 5)))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -94,8 +100,8 @@ def test_a_reward_that_exits_has_failed(workers):
     message = "called sys.exit('bye')"
     arguments = [Leaves(), MathReward()], None, *batch(("#### 5", 5))
     with pytest.raises(Exception, match=re.escape(f"reward Leaves {message}")):  # RewardError, WorkerError
-        total_rewards(*arguments, workers=workers)
-    totals, by_name, _, failures = total_rewards(*arguments, workers=workers, on_error="none")
+        total(*arguments, workers=workers)
+    totals, by_name, _, failures = total(*arguments, workers=workers, on_error="none")
     assert math.isnan(totals[0])
     assert by_name["MathReward"] == [1.0]
     assert message in str(failures["Leaves"])
@@ -113,7 +119,7 @@ GIVEN = {
 
 def called_with(function, completions=("#### 2", "hello"), problems=PROBLEMS, **given):
     given = {name: value for name, value in (GIVEN | given).items() if value is not None}
-    return total_rewards([function], None, list(completions), problems, **given)[1]
+    return total([function], None, list(completions), problems, **given)[1]
 
 
 def test_a_function_gets_what_it_names_and_nothing_else():
@@ -187,7 +193,7 @@ async def judge(prompts, completions, **kwargs):
 
 def test_trl_style_functions_run_unchanged():
     problems = [Problem([{"role": "user", "content": "?"}], None, {"task": task}) for task in ("math", "code")]
-    totals, by_name, *_ = total_rewards([only_math, judge], None, ["four", "five or six"], problems, **GIVEN)
+    totals, by_name, *_ = total([only_math, judge], None, ["four", "five or six"], problems, **GIVEN)
     assert by_name["only_math"] == pytest.approx([1.0, math.nan], nan_ok=True)
     assert by_name["judge"] == [0.4, 1.1]
     assert totals == [1 + 0.4, 1.1]
@@ -203,9 +209,9 @@ def test_async_functions_have_one_loop_for_all_calls(workers):
     """What a module makes once, such as a semaphore, works in every call."""
     problems = [Problem("?")] * 3
     for _ in range(2):
-        assert total_rewards([calls_in_turn], None, ["a", "bc", ""], problems, workers=workers).totals == [1, 2, 0]
+        assert total([calls_in_turn], None, ["a", "bc", ""], problems, workers=workers).totals == [1, 2, 0]
     with pytest.raises(Exception, match=r"reward calls_in_turn called sys.exit\(3\)"):
-        total_rewards([calls_in_turn], None, ["exit", "a", "b"], problems, workers=workers)
+        total([calls_in_turn], None, ["exit", "a", "b"], problems, workers=workers)
 
 
 WORK = """
@@ -264,7 +270,7 @@ def test_what_functions_log_as_trls_do(work):
     """In workers each group its own; a name that two functions log is there twice."""
     texts, problems = ["a", "bcd", "ef"], [Problem("?"), *[Problem("!")] * 2]
     for workers, longest in ((0, [3.0, 3.0, 3.0]), (2, [1.0, 3.0, 3.0])):
-        logged = total_rewards([work.logs, work.own_length, work.logs], None, texts, problems, workers=workers).logged
+        logged = total([work.logs, work.own_length, work.logs], None, texts, problems, workers=workers).logged
         columns = {"longest": longest, "kinds": ["(1+0j)", "(3+0j)", "(2+0j)"], "size": [1, 3, 2]}
         assert logged == columns | {f"{name}_2": values for name, values in columns.items()}
 
@@ -315,7 +321,7 @@ def test_a_failing_group_alone_is_unknown_and_the_traceback_is_shown_once(capsys
 
     for _ in range(2):
         functions = [divides, MathReward()]
-        scores = total_rewards(functions, None, *batch(("abc", 5), ("a", 6)), on_error="none")
+        scores = total(functions, None, *batch(("abc", 5), ("a", 6)), on_error="none")
         show_failures(scores.failures, shown)
         assert scores.totals == pytest.approx([0.5, math.nan], nan_ok=True)
     err = capsys.readouterr().err

@@ -76,31 +76,36 @@ def generate(
     At most `Sampling.max_rows` rows are decoded at a time. If memory runs out, all are drawn again by half as many at a
     time; ``memory`` keeps that number for later draws.
     """
-    complete = DECODERS[sampling.decoder]
     stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
     max_rows = sampling.max_rows if memory is None else min(sampling.max_rows, memory.max_rows)
+    if max_rows < group_size:  # then each row computes its prompt itself
+        prompts = [prompt for prompt in prompts for _ in range(group_size)]
+        group_size = 1
+    at_a_time = max(1, min(len(prompts), max_rows // group_size))
     states = torch_states(model.device)
-    while True:
-        if max_rows < group_size:  # then each row computes its prompt itself
-            prompts = [prompt for prompt in prompts for _ in range(group_size)]
-            group_size = 1
-        at_a_time = max(1, min(len(prompts), max_rows // group_size))
-        try:
-            parts = []
-            for i in range(0, len(prompts), at_a_time):
-                padded = left_pad(prompts[i : i + at_a_time], sampling.pad_id)
-                completions = complete(model, padded, sampling, stop_strings, group_size)
-                parts.append(make_rollout(tokenizer, padded, completions, sampling))
-            return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
-        except RuntimeError as error:
-            if at_a_time * group_size == 1 or not is_out_of_memory(error):
-                raise
-        parts.clear()  # outside the except block, whose error holds the tensors of the failed pass
-        max_rows = at_a_time * group_size // 2
-        if memory is not None:
-            memory.max_rows = max_rows
-        set_torch_states(states, model.device)
-        warnings.warn(f"out of memory: drawing as with --rollout.max_rows {max_rows}", stacklevel=1)
+    parts = []
+    try:
+        for i in range(0, len(prompts), at_a_time):
+            padded = left_pad(prompts[i : i + at_a_time], sampling.pad_id)
+            completions = DECODERS[sampling.decoder](model, padded, sampling, stop_strings, group_size)
+            parts.append(make_rollout(tokenizer, padded, completions, sampling))
+        return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
+    except RuntimeError as error:
+        if at_a_time * group_size == 1 or not is_out_of_memory(error):
+            raise
+    parts.clear()  # outside the except block, whose error holds the tensors of the failed pass
+    sampling = halve_rows(sampling, at_a_time * group_size, memory)
+    set_torch_states(states, model.device)
+    return generate(model, tokenizer, prompts, sampling, group_size, memory)
+
+
+def halve_rows(sampling: Sampling, rows: int, memory: Generators | None) -> Sampling:
+    """Sampling by half as many rows at a time as have just found no memory; later draws keep to it."""
+    rows //= 2
+    if memory is not None:
+        memory.max_rows = rows
+    warnings.warn(f"out of memory: drawing as with --rollout.max_rows {rows}", stacklevel=1)
+    return replace(sampling, max_rows=rows)
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> Padded:
@@ -112,10 +117,7 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> Padded:
 
 
 def completion_texts(
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[int]],
-    completions: list[list[int]],
-    stop_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], completions: list[list[int]], stop_ids: Sequence[int]
 ) -> list[str]:
     """Completions as text, with the `<think>` that ends a template's prompt.
 

@@ -49,11 +49,15 @@ class Now:
         if self.config.rollout.resample > 0:
             experience = self.replace_groups(experience)
         if self.config.reward.on_error == "none":
-            with self.phase("reward"):
-                is_unknown = all(dist.gather_objects(bool(experience.rewards.isnan().all())))
-                if is_unknown and experience.reward_failed:
-                    raise RewardError(f"every completion of this rollout is without a reward: {self.failures}")
+            self.check_rewards(experience)
         return experience
+
+    def check_rewards(self, experience: Experience) -> None:
+        """Raise RewardError if no completion has a reward because functions failed."""
+        with self.phase("reward"):
+            is_unknown = all(dist.gather_objects(bool(experience.rewards.isnan().all())))
+            if is_unknown and experience.reward_failed:
+                raise RewardError(f"every completion of this rollout is without a reward: {self.failures}")
 
     def replace_groups(self, experience: Experience) -> Experience:
         """Replace groups without a signal by those of new prompts, --rollout.resample times."""

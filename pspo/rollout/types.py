@@ -158,14 +158,10 @@ class Rollout:
         """Rewards of the completions of B problems; the lengths are as the limit counts them."""
         drawn = self.loss_mask.sum(dim=1).tolist()
         return total_rewards(
-            reward.functions,
-            reward.weights,
+            reward,
             self.texts,
             problems,
-            reward.timeout,
-            reward.on_error,
-            reward.workers,
-            environment_rewards=self.environment_rewards,
+            self.environment_rewards,
             completion_ids=[row.tolist() for row in self.completion_ids[self.loss_mask].split(drawn)],
             completion_tokens=self.completion_mask.sum(dim=1).tolist(),
             truncated=(~self.terminated).tolist(),

@@ -235,24 +235,19 @@ def group_slices(problems: Sequence[Problem]) -> list[slice]:
 
 
 def guarded_values(
-    function: Callable[..., Any],
-    arguments: dict[str, Any],
-    problems: Sequence[Problem],
-    timeout: float,
-    on_error: OnError,
-    workers: int,
+    function: Callable[..., Any], arguments: dict[str, Any], problems: Sequence[Problem], reward: Any
 ) -> tuple[list[float | None], Columns, Exception | None]:
     """Values of a reward that may hang or fail, what it logs, and the first error under on_error "none".
 
     Worker processes get a group at a time. Without them it is called once, and if that fails, group by group. A group
     whose call fails is unknown (NaN).
     """
-    in_workers = workers > 0 or timeout > 0  # what hangs can be killed in a process of its own only
+    in_workers = reward.workers > 0 or reward.timeout > 0  # what hangs can be killed in a process of its own only
     if not in_workers:
         result = attempt_reward(function, arguments, len(problems))
         if isinstance(result, tuple):
             return *result, None
-        if on_error == "raise":
+        if reward.on_error == "raise":
             raise result
     groups = group_slices(problems)
     calls = []
@@ -260,15 +255,15 @@ def guarded_values(
         inputs = {key: value[rows] if isinstance(value, list) else value for key, value in arguments.items()}
         calls.append((function, inputs, len(problems[rows])))
     if in_workers:
-        results = worker_pool(max(workers, 1)).map(call_reward, calls, timeout)
+        results = worker_pool(max(reward.workers, 1)).map(call_reward, calls, reward.timeout)
     else:
         results = [attempt_reward(*call) for call in calls]
-    values: list[float | None] = [math.nan] * len(problems)
-    logged: Columns = {}
     first_error = next((result for result in results if isinstance(result, Exception)), None)
-    if first_error is not None and on_error == "raise":
+    if first_error is not None and reward.on_error == "raise":
         is_late = isinstance(first_error, TimeoutError)
         raise TimeoutError(f"reward {reward_name(function)} {first_error}") if is_late else first_error
+    values: list[float | None] = [math.nan] * len(problems)
+    logged: Columns = {}
     for group, result in zip(groups, results, strict=True):
         if isinstance(result, tuple):
             values[group], columns = result
@@ -283,46 +278,41 @@ def unique_name(name: str, taken: Collection[str]) -> str:
 
 
 def total_rewards(
-    functions: Sequence[Callable[..., Any]],
-    weights: Sequence[float] | None,
+    reward: Any,  # `pspo.config.RewardConfig`
     completions: list[str],
     problems: list[Problem],
-    timeout: float = 0.0,
-    on_error: OnError = "raise",
-    workers: int = 0,
-    *,
     environment_rewards: list[float] | None = None,
     **inputs: Any,
 ) -> Scores:
-    """Score completions by a weighted sum of functions; other parameters are `pspo.config.RewardConfig`'s.
+    """Score completions by a weighted sum of functions.
 
     ``environment_rewards`` are one more function's; ``inputs`` what else functions may ask for by name.
     """
     inputs = all_inputs({"completions": completions, "problems": problems} | inputs)
-    weights = [1.0] * len(functions) if weights is None else list(weights)
+    is_guarded = reward.on_error == "none" or reward.workers > 0 or reward.timeout > 0
+    weights = list(reward.weights or [1.0] * len(reward.functions))
     values: dict[str, list[float | None]] = {}  # by function
     logged: Columns = {}
     failures: dict[str, Exception] = {}
-    for function in functions:
+    for function in reward.functions:
         name = reward_name(function)
         arguments = reward_arguments(function, inputs)
-        if type(function).__module__.startswith("pspo.") and on_error == "raise" and not workers and not timeout:
-            result, columns = function(**arguments), {}
-        else:
-            result, columns, error = guarded_values(function, arguments, problems, timeout, on_error, workers)
+        if is_guarded or not type(function).__module__.startswith("pspo."):
+            result, columns, error = guarded_values(function, arguments, problems, reward)
+            logged |= {unique_name(key, logged): column for key, column in columns.items()}
             if error is not None:
                 failures.setdefault(name, error)
+        else:
+            result = function(**arguments)
         if name in values:
             name = unique_name(name, values)
         values[name] = result
-        for key, column in columns.items():
-            logged[unique_name(key, logged)] = column
     if environment_rewards is not None:
         values[unique_name("environment", values)] = environment_rewards
         weights.append(1.0)
-
     if not values:  # a distillation without rewards
         return Scores([0.0] * len(completions), {}, {}, {})
+
     totals = []
     for row in zip(*values.values(), strict=True):
         terms = [weight * value for weight, value in zip(weights, row, strict=True) if value is not None]
