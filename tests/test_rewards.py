@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from batches import completions
 from light_rewards import Leaves, calls_in_turn
-from processes import TINY, run_command
+from naive import make_rollout
 
-from pspo.cli.files import read_jsonl
 from pspo.config import RewardConfig
 from pspo.errors import WorkerError
 from pspo.tasks import ExactMatch, MathVerifyReward, SoftOverlong, failures
@@ -24,7 +24,6 @@ from pspo.tasks.failures import show_failures
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, check_rewards, math_reward, total_rewards
 from pspo.tasks.workers import worker_pool
-from pspo.train import main
 
 
 @pytest.mark.parametrize(
@@ -155,27 +154,18 @@ def test_what_a_reward_cannot_have_is_refused_before_a_model_is_loaded(function,
         check_rewards([function], [Problem("?", answer, {"hint": "add", "level": 3})])
 
 
-TOLD = []
+def test_rewards_hear_what_was_drawn_and_which_completions_hit_the_limit():
+    heard = {}
 
+    def hears(**inputs):
+        heard.update(inputs)
+        return [0.5] * len(inputs["completions"])
 
-def tells(completions, completion_ids, truncated):
-    TOLD.extend(zip(completion_ids, truncated, strict=True))
-    return [float(len(text) % 3) for text in completions]
-
-
-def test_what_a_run_makes_of_its_rewards(tmp_path, tokenizer):
-    """Rewards hear which completions hit the limit."""
-    switches = (
-        *TINY, "--rollout.prompts=8", "--rollout.max_completion_tokens=18",
-        "--run.max_steps=2", "--run.record_tokens=8", "--reward.functions=test_rewards.tells",
-        f"--run.output_dir={tmp_path / 'out'}",
-    )  # fmt: skip
-    TOLD.clear()
-    assert run_command(main, *switches) == 0
-    samples = read_jsonl(tmp_path / "out/samples.jsonl")
-    cut_off = [len(ids) == 18 and ids[-1] != tokenizer.eos_token_id for ids, _ in TOLD]
-    assert [truncated for _, truncated in TOLD] == cut_off == [record["truncated"] for record in samples]
-    assert {True, False} == set(cut_off)
+    rollout, _ = make_rollout()
+    assert rollout.score([Problem("?")] * len(rollout), RewardConfig([hears]), 3, 10).totals == [0.5] * len(rollout)
+    ids = completions(rollout)
+    told = {"completion_ids": ids, "completion_tokens": [*map(len, ids)], "truncated": (~rollout.terminated).tolist()}
+    assert heard == heard | told | {"step": 3, "max_completion_tokens": 10}
 
 
 def only_math(prompts, completions, task, **kwargs):
