@@ -56,11 +56,8 @@ def test_no_forward_pass_more_than_needed(policy, monkeypatch, epochs, minibatch
     monkeypatch.setattr(pspo.rollout.types, "token_logprobs", counted(pspo.rollout.types.token_logprobs))
     update(learner, rollout, advantages, config)
     B = len(rollout)
-    assert passes == {
-        "train": epochs * B,
-        "old": B - B // minibatches,  # all rows but the first minibatch's
-        "reference": B if beta else 0,
-    }
+    later = B - B // minibatches  # all rows but the first minibatch's
+    assert passes == {"train": epochs * B, "old": later, "reference": B if beta else 0}
 
 
 @pytest.mark.parametrize("switches", [{}, {"mask_truncated": True}, {"shuffle": True, "epochs": 5}], ids=str)
