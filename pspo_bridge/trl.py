@@ -201,6 +201,8 @@ class Record(TrainerCallback):
 
     def attach(self, trainer: trl.GRPOTrainer) -> "Record":
         """Record a trainer's runs. ValueError if its loss is not TRL's."""
+        if self.trainer is trainer:
+            return self
         check_trainer(type(trainer), trainer.args)
         self.trainer = trainer
         if self not in trainer.callback_handler.callbacks:
@@ -345,7 +347,7 @@ class Record(TrainerCallback):
     def finish(self, state: Any, logs: dict[str, Any]) -> None:
         self.write_rollout()
         if state.is_world_process_zero:
-            summary = {"trainer": "trl", "optimizer_steps": state.global_step, "tokens": self.line.get("tokens")}
+            summary = {"trainer": "trl", "optimizer_steps": state.global_step, "tokens": state.num_input_tokens_seen}
             summary |= {"seconds": logs["train_runtime"]} | logs
             (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 

@@ -326,7 +326,8 @@ def test_a_resumed_run_goes_on_in_its_record(tmp_path):
 def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, monkeypatch, capsys):
     run = tmp_path / "runs" / "trl"
     options = {"max_steps": 4, "learning_rate": 0.05, "eval_strategy": "steps", "eval_steps": 2}
-    trainer = make_trainer(tmp_path, PSPO(0.25), callbacks=[Record(run, groups=1)], **options)
+    trainer = make_trainer(tmp_path, PSPO(0.25), callbacks=[record := Record(run, groups=1)], **options)
+    record.attach(trainer)  # once more
     trainer.model.generation_config.eos_token_id = [5, trainer.processing_class.eos_token_id]
     trainer.train()
 
@@ -337,6 +338,8 @@ def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, monkeypatch, capsys):
         assert last["ratio_max"] > 1
         assert last["slope"] == pytest.approx(0.75, rel=1e-4)
         assert last["validation_reward"] == last["validation_reward/by_length"] >= 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["optimizer_steps"], summary["tokens"]) == (4, metrics[2]["tokens"])
     samples = lines_of(run / "samples.jsonl")
     assert [(sample["step"], sample["sample"]) for sample in samples] == [(s, i) for s in (2, 4) for i in range(GROUP)]
     assert all(sample["reward"] == sample["tokens"] % 3 for sample in samples)
