@@ -190,7 +190,7 @@ class Record(TrainerCallback):
         self.problems: dict[str, int] = {}  # numbers of prompts, in the order in which they come
         self.line: dict[str, Any] = {}  # of metrics.jsonl, the last one
         self.line_begins = 0  # bytes before it
-        self.microbatches: list[dict[str, Tensor]] = []  # (b, t), of the optimizer step that is computed
+        self.microbatches: list[dict[str, Tensor]] = []  # (n,), of the optimizer step that is computed
         self.statistics: dict[str, float] = {}  # of a rollout's last step, for its line
         self.forget_rollout()
 
@@ -282,8 +282,9 @@ class Record(TrainerCallback):
             return compute_loss(model, inputs)
 
     def add_microbatch(self, inputs: dict[str, Any], outputs: tuple[Tensor, ...], *_: Any) -> None:
-        """Keep what an optimizer step computes at a microbatch's tokens, (B, T), and the gradient once it is there."""
+        """Keep what an optimizer step computes at a microbatch's n tokens, (n,), and the gradient once it is there."""
         logprobs, entropies, *_ = outputs
+        mask = loss_mask(inputs)  # (b, t)
         advantages = inputs["advantages"]
         values = {
             "logprob": logprobs.detach(),
@@ -294,14 +295,13 @@ class Record(TrainerCallback):
             "advantage": advantages if advantages.dim() == 2 else advantages[:, None],
             "drawn": inputs["row"][:, None],
             "position": torch.arange(logprobs.shape[1], device=logprobs.device),
-            "mask": loss_mask(inputs),
         }
-        microbatch = {name: value for name, value in values.items() if value is not None}
+        microbatch = {name: value.expand_as(mask)[mask].cpu() for name, value in values.items() if value is not None}
         self.microbatches.append(microbatch)
 
         def keep_gradient(gradient: Tensor) -> None:
             scaler = self.trainer.accelerator.scaler  # of float16
-            microbatch["weight"] = gradient / (1.0 if scaler is None else scaler.get_scale())
+            microbatch["weight"] = gradient[mask].cpu() / (1.0 if scaler is None else scaler.get_scale())
 
         logprobs.register_hook(keep_gradient)
 
@@ -309,7 +309,8 @@ class Record(TrainerCallback):
         """Keep the step's visits to the samples' tokens; after the rollout's last step write them."""
         if not self.microbatches:
             raise RuntimeError(f"the loss of TRL {trl.__version__} takes another way than Record knows: {TRIED}")
-        step = unmasked_tokens(self.microbatches)
+        step = {name: torch.cat([one[name] for one in self.microbatches]) for name in self.microbatches[0]}
+        step["weight"] *= len(step["weight"])
         self.microbatches = []
         is_recorded = torch.isin(step["drawn"], torch.tensor(list(self.samples)))
         visit = pd.DataFrame({name: values[is_recorded].double().numpy() for name, values in step.items()})
@@ -352,16 +353,6 @@ class Record(TrainerCallback):
             (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
-def unmasked_tokens(microbatches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What an optimizer step computed at its n tokens, (n,) each; weights are times n."""
-    tokens = {
-        name: torch.cat([one[name].expand_as(one["mask"])[one["mask"]].cpu() for one in microbatches])
-        for name in microbatches[0]
-    }
-    tokens["weight"] *= len(tokens["weight"])
-    return tokens
-
-
 def step_statistics(tokens: dict[str, Tensor]) -> dict[str, float]:
     """Diagnostics of a step, and its slope as `token_losses` has it."""
     active = {name: values[tokens["advantage"] != 0] for name, values in tokens.items()}
@@ -388,26 +379,29 @@ def stop_ids(trainer: trl.GRPOTrainer, tokenizer: PreTrainedTokenizerBase) -> se
     return {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id, tokenizer.pad_token_id}
 
 
-def trl_surrogate(args: trl.GRPOConfig) -> Surrogate:
-    """The surrogate that is TRL's own loss."""
+def surrogate_settings(trainer: trl.GRPOTrainer, args: trl.GRPOConfig) -> dict[str, Any]:
+    """The surrogate as config.yaml names it; of a loss of TRL's the one that it is."""
+    surrogate = getattr(trainer, "surrogate", None)
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    if args.loss_type == "cispo":
-        return CISPO(epsilon_high=high - 1)  # TRL's is the bound itself
-    if args.loss_type == "sapo":
-        return SAPO(args.sapo_temperature_pos, args.sapo_temperature_neg)
-    if args.loss_type == "vespo":
-        return VESPO(args.vespo_k_pos, args.vespo_lambda_pos, args.vespo_k_neg, args.vespo_lambda_neg)
-    if args.importance_sampling_level == "sequence":
-        return GSPO(args.epsilon, high)
-    return Clip(args.epsilon, args.epsilon_high, args.delta)
+    if surrogate is not None:
+        kind, fields = type(surrogate), dataclasses.asdict(surrogate) if dataclasses.is_dataclass(surrogate) else {}
+    elif args.loss_type == "cispo":
+        kind, fields = CISPO, {"epsilon_high": high - 1}  # TRL's is the bound itself
+    elif args.loss_type == "sapo":
+        kind, fields = SAPO, {"tau_pos": args.sapo_temperature_pos, "tau_neg": args.sapo_temperature_neg}
+    elif args.loss_type == "vespo":
+        names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+        kind, fields = VESPO, {name: getattr(args, f"vespo_{name}") for name in names}
+    elif args.importance_sampling_level == "sequence":
+        kind, fields = GSPO, {"epsilon": args.epsilon, "epsilon_high": high}
+    else:
+        kind, fields = Clip, {"epsilon": args.epsilon, "epsilon_high": args.epsilon_high, "delta": args.delta}
+    module = "pspo.losses" if kind.__name__ in BUILT_IN else kind.__module__
+    return {"class_path": f"{module}.{kind.__name__}", "init_args": fields}
 
 
 def run_settings(trainer: trl.GRPOTrainer, args: trl.GRPOConfig, max_steps: int, folder: Path) -> dict[str, Any]:
     """TRL's arguments as switches of pspo: those that docs/guide/trl.md translates."""
-    surrogate = getattr(trainer, "surrogate", None) or trl_surrogate(args)
-    kind = type(surrogate)
-    module = "pspo.losses" if kind.__name__ in BUILT_IN else kind.__module__
-    fields = dataclasses.asdict(surrogate) if dataclasses.is_dataclass(surrogate) else {}
     return {
         "trainer": "trl",
         "model": {"name_or_path": trainer.model.config._name_or_path},
@@ -421,7 +415,7 @@ def run_settings(trainer: trl.GRPOTrainer, args: trl.GRPOConfig, max_steps: int,
             "top_k": args.top_k,
         },
         "algorithm": {
-            "surrogate": {"class_path": f"{module}.{kind.__name__}", "init_args": fields},
+            "surrogate": surrogate_settings(trainer, args),
             "epochs": args.num_iterations,
             "minibatches": max(1, args.steps_per_generation // args.gradient_accumulation_steps),
             "aggregation": args.loss_type,

@@ -223,7 +223,7 @@ OPTIONS = [
     {"off_policy_mask_threshold": 1e-4, "mask_truncated_completions": True},
     {"entropy_coef": 0.1},
     {"accumulation": 2, "loss_type": "grpo"},
-    {"surrogate": None, "scale_rewards": "none"},
+    {"surrogate": None, "scale_rewards": "none", "loss_type": "cispo"},
     {"use_vllm": True, "beta": 0.1},
 ]
 
@@ -258,22 +258,20 @@ def test_a_record_changes_no_bit_and_its_weights_are_the_gradients(tmp_path, opt
 
     class Gradients(trl.trainer.grpo_trainer.TrainerCallback):
         def on_pre_optimizer_step(self, *_, model, **__):
-            steps[-1]["gradient"] = torch.cat([weights.grad.flatten() for weights in model.parameters()])
+            steps[-1]["gradient"] = parameters_to_vector(weights.grad for weights in model.parameters())
 
     trainer = make_trainer(tmp_path / "recorded", **options, callbacks=[Gradients()])
-    compute_loss = trainer._compute_loss
-
-    def watched(model, inputs):
-        if not steps or "gradient" in steps[-1]:
-            steps.append({"model": copy.deepcopy(model), "inputs": []})
-        steps[-1]["inputs"].append(inputs)
-        return compute_loss(model, inputs)
-
-    trainer._compute_loss = watched
     Record(tmp_path / "run", groups=99).attach(trainer)
     if is_corrected:
         correct_for_an_engine(trainer)
-    trainer.train()
+
+    def see(_, model, inputs):
+        if not steps or "gradient" in steps[-1]:
+            steps.append({"model": copy.deepcopy(model), "inputs": []})
+        steps[-1]["inputs"].append(inputs)
+
+    with watched(trainer, "_compute_loss", see):
+        trainer.train()
 
     for ours, theirs in zip(trainer.model.parameters(), stock.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -295,7 +293,7 @@ def test_a_record_changes_no_bit_and_its_weights_are_the_gradients(tmp_path, opt
             weights = torch.zeros(len(PROMPTS) * GROUP, width)
             weights[own["row"].to_numpy(), own["position"].to_numpy()] = torch.tensor(own["weight"].to_numpy())
             (weights[inputs["row"]] / len(own) * logprobs).sum().backward()
-        gradient = torch.cat([weights.grad.flatten() for weights in model.parameters()])
+        gradient = parameters_to_vector(weights.grad for weights in model.parameters())
         assert record["gradient"].norm() > 0
         assert (gradient - record["gradient"]).norm() < 1e-5 * record["gradient"].norm()
 
