@@ -180,14 +180,8 @@ def test_weights_after_two_iterations_are_those_of_update(tmp_path, surrogate, a
     with watched(trainer, "_generate_and_score_completions", lambda rollout, *_: outputs.update(rollout)):
         trainer.train()
     mask = outputs["completion_mask"].bool()
-    rollout = Rollout(
-        outputs["prompt_ids"],
-        outputs["prompt_mask"].bool(),
-        outputs["completion_ids"],
-        mask,
-        terminated=torch.ones(len(mask), dtype=torch.bool),
-        texts=[""] * len(mask),
-    )
+    tokens = outputs["prompt_ids"], outputs["prompt_mask"].bool(), outputs["completion_ids"], mask
+    rollout = Rollout(*tokens, terminated=torch.ones(len(mask)).bool(), texts=[""] * len(mask))
     config = TrainConfig(
         rollout=RolloutConfig(prompts=2, group_size=GROUP, max_completion_tokens=LIMIT, temperature=0.8, top_p=1.0),
         algorithm=AlgorithmConfig(surrogate=surrogate, epochs=2),

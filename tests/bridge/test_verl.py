@@ -86,8 +86,8 @@ def test_loss_and_gradient_are_ours(surrogate, how):
 
 def test_the_log_says_which_surrogate_is_on():
     config = actor_config("policy_loss.loss_mode=pspo.PSPO", "+ policy_loss.arguments.alpha=0.25")
-    batch = random_batch(LENGTHS, dtype=torch.float32)
-    _, metrics = worker_loss(config, batch[0].clone().requires_grad_(), *batch[1:])
+    logprobs, *others = random_batch(LENGTHS, dtype=torch.float32)
+    _, metrics = worker_loss(config, logprobs.requires_grad_(), *others)
     assert metrics[0]["actor/pspo.PSPO/slope"].aggregate() == pytest.approx(0.75, rel=1e-5)
 
 
