@@ -44,8 +44,7 @@ def local_device() -> torch.device:
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     every = ",".join(str(gpu) for gpu in range(torch.cuda.device_count()))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", every)
-    return visible.split(",") if visible else []
+    return [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",") if gpu]
 
 
 def init(strategy: str, timeout: float = TIMEOUT) -> None:

@@ -236,31 +236,24 @@ class Wordy(NoClip):
     untyped: Any = None
 
 
-def test_arguments_of_a_class_are_read_by_their_types(yaml_file, capsys):
+def my_term(losses, x):
+    return losses * x.mask
+
+
+def test_own_classes_by_import_path_whose_arguments_are_read_by_their_types(yaml_file, capsys):
     words = {"text": "1.10", "maybe": "~", "texts": "[END]", "root": "#x", "untyped": "1e-3"}
     args = [f"--algorithm.surrogate.{name}={word}" for name, word in words.items()]
+    terms = "[test_config.my_term, {class_path: pspo.losses.OffPolicyMask, init_args: {threshold: 0.1}}]"
+    args.append(f"--algorithm.terms={terms}")
     config, settings = parse(TrainConfig, "pspo.train", ["--algorithm.surrogate=test_config.Wordy", *args])
     assert config.algorithm.surrogate == Wordy("1.10", "~", ["[END]"], Path("#x"), 1e-3)
+    assert config.algorithm.terms == [my_term, OffPolicyMask(0.1)]
     assert train_config(*yaml_file(to_yaml(settings))) == config
     for wrong in (args[1:], [*args, "--algorithm.surrogate.txt=1"]):
         with pytest.raises(SystemExit, match=r"^2$"):
             train_config("--algorithm.surrogate=test_config.Wordy", *wrong)
         messages = r"Wordy\(text, maybe, .*(argument: 'text'|unexpected keyword argument 'txt')"
         assert re.search(messages, capsys.readouterr().err)
-
-
-def my_term(losses, x):
-    return losses * x.mask
-
-
-def test_own_surrogate_and_terms_by_import_path(yaml_file):
-    terms = "[test_config.my_term, {class_path: pspo.losses.OffPolicyMask, init_args: {threshold: 0.1}}]"
-    args = ["--algorithm.surrogate=test_surrogates.SquaredRatio", "--algorithm.surrogate.strength", "3"]
-    config, resolved = parse(TrainConfig, "pspo.train", [*args, f"--algorithm.terms={terms}"])
-    surrogate = config.algorithm.surrogate
-    assert (type(surrogate).__name__, surrogate.strength) == ("SquaredRatio", 3.0)
-    assert [config.algorithm.terms[0].__name__, config.algorithm.terms[1]] == ["my_term", OffPolicyMask(0.1)]
-    assert train_config(*yaml_file(to_yaml(resolved))).algorithm == config.algorithm
 
 
 def test_the_learning_rate_of_the_embedded_models_or_the_paper_s(tmp_path, model_folder):

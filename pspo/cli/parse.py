@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pspo.cli.files import DERIVED, Settings, argument_text, differences, flat, read_yaml, to_yaml
-from pspo.cli.values import Word, from_word, read, yaml_value
+from pspo.cli.values import Word, as_list, from_word, read, yaml_value
 from pspo.config import TrainConfig, find_switches, switches_with
 from pspo.endings import user_errors
 from pspo.model.find import find_default_lr
@@ -138,7 +138,7 @@ def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], s
 def put_all(values: dict[str, Any], given: Settings, switches: dict[str, Field]) -> None:
     """Put a nested configuration over values by switch; what a run's config.yaml has derived is left open."""
     values.update(flat(given, switches))
-    values.update(dict.fromkeys(given.get(DERIVED, ())))
+    values.update({str(switch): None for switch in as_list(given.get(DERIVED))})
     for name in values.keys() - switches.keys():
         raise ValueError(unknown_switch(name, switches))
 
@@ -161,7 +161,7 @@ def below(mapping: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
 
 def unknown_switch(name: str, switches: dict[str, Field]) -> str:
     """A line on a switch that there is not, with the one that may be meant."""
-    meant = [switch for switch in switches if switch.endswith(f".{name}")] + difflib.get_close_matches(name, switches)
+    meant = [switch for switch in switches if f".{name}." in f".{switch}."] + difflib.get_close_matches(name, switches)
     hint = f"; did you mean --{meant[0]}?" if meant else ""
     return f"unrecognized arguments: --{name}{hint}"
 

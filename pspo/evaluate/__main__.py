@@ -14,7 +14,7 @@ from pspo.cli import files
 from pspo.cli.parse import parse
 from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.endings import EXIT_INTERRUPTED, exit_codes, user_errors
-from pspo.evaluate.evaluation import evaluate
+from pspo.evaluate.evaluation import Evaluation, evaluate
 from pspo.evaluate.inputs import load_inputs
 from pspo.evaluate.statistics import as_text, measure_name, table
 from pspo.model import load_policy
@@ -68,6 +68,30 @@ def render(results: dict[str, Any]) -> str:
     return f"{title}\n{table('mean [95%]', columns)}"
 
 
+def write_results(
+    output: Path, config: EvaluateConfig, settings: files.Settings, results: dict[str, Evaluation]
+) -> None:
+    """Write the folder, and print the results, which are by temperature."""
+    record = {
+        "model": config.model.name_or_path,
+        "data": config.data.name,
+        "split": config.eval.split,
+        "n": len(next(iter(results.values())).problems),
+        "samples": config.eval.samples,
+        "top_p": config.eval.top_p,
+        "max_completion_tokens": config.eval.max_completion_tokens,
+        "seed": config.run.seed,
+        "temperatures": {temperature: evaluation.results() for temperature, evaluation in results.items()},
+    }
+    completions = [completion for evaluation in results.values() for completion in evaluation.completions]
+    output.mkdir()
+    files.write_text(output / "config.yaml", files.to_yaml(settings))
+    files.write_json(output / "environment.json", files.environment(str(dist.local_device()), dist.world_size()))
+    files.write_text(output / "completions.jsonl", files.to_jsonl(completions))
+    files.write_json(output / "results.json", record)
+    print(f"{render(record)}\n\nresults: {output / 'results.json'}")
+
+
 @exit_codes("pspo.evaluate", "Lower --eval.max_tokens: the tokens drawn change", stopped=EXIT_INTERRUPTED)
 def main(args: Sequence[str] | None = None) -> None:
     """Evaluate by a command's switches, and print the results."""
@@ -79,10 +103,10 @@ def main(args: Sequence[str] | None = None) -> None:
     with user_errors("pspo.evaluate"):
         dist.run_on_main(lambda: check_folder(output))
         sampler, base_how, prompts = load_evaluation(config, signals)
-    evaluations = {}
+    results = {}
     with signals:
         for temperature in config.eval.temperatures:
-            evaluations[f"{temperature:g}"] = evaluate(
+            results[f"{temperature:g}"] = evaluate(
                 sampler,
                 replace(base_how, sampling=replace(base_how.sampling, temperature=temperature)),
                 prompts,
@@ -92,27 +116,9 @@ def main(args: Sequence[str] | None = None) -> None:
                 max_tokens=config.eval.max_tokens,
                 bar="" if config.run.quiet else f"T={temperature:g}",
             )
-    if not dist.is_main():
-        return
-    results = {
-        "model": config.model.name_or_path,
-        "data": config.data.name,
-        "split": config.eval.split,
-        "n": len(prompts),
-        "samples": config.eval.samples,
-        "top_p": config.eval.top_p,
-        "max_completion_tokens": config.eval.max_completion_tokens,
-        "seed": config.run.seed,
-        "temperatures": {temperature: evaluation.results() for temperature, evaluation in evaluations.items()},
-    }
-    completions = [record for evaluation in evaluations.values() for record in evaluation.completions]
-    with user_errors("pspo.evaluate"):  # a full disk
-        output.mkdir()
-        files.write_text(output / "config.yaml", files.to_yaml(settings))
-        files.write_json(output / "environment.json", files.environment(str(dist.local_device()), dist.world_size()))
-        files.write_text(output / "completions.jsonl", files.to_jsonl(completions))
-        files.write_json(output / "results.json", results)
-    print(f"{render(results)}\n\nresults: {output / 'results.json'}")
+    if dist.is_main():
+        with user_errors("pspo.evaluate"):  # a full disk
+            write_results(output, config, settings, results)
 
 
 if __name__ == "__main__":

@@ -86,12 +86,8 @@ class Evaluation:
 
     def means(self) -> dict[str, float]:
         """Every measure's mean over the problems, of those that have one."""
-        means = {}
-        for name, values in measures(self.completions, self.samples).items():
-            problem_means = by_problem(values)
-            if len(problem_means):
-                means[name] = float(problem_means.mean())
-        return means
+        means = {name: by_problem(values) for name, values in measures(self.completions, self.samples).items()}
+        return {name: float(values.mean()) for name, values in means.items() if len(values)}
 
     def record(self) -> Record:
         """The numbers in one flat dict, as in ``summary.json``: accuracy, ci95, mean_reward, mean_reward_ci95, ..."""
