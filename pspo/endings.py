@@ -53,14 +53,9 @@ def fail_together() -> Iterator[None]:
 def raise_first(failure: BaseException | None) -> None:
     """Raise, of what has failed on any rank, the first one; nothing if none has."""
     is_known = failure is None or isinstance(failure, Stopped | EngineError)
-    reasons = dist.gather_objects(failure if is_known else user_traceback(failure))
-    reasons = [reason for reason in reasons if reason is not None]
-    if any(isinstance(reason, Stopped) for reason in reasons):
-        raise Stopped from failure
-    if reasons and isinstance(reasons[0], EngineError):
-        raise EngineError(str(reasons[0])) from failure
-    if reasons:
-        raise UserCodeFailed(reasons[0]) from failure
+    reasons = dist.gather_objects(failure if is_known else UserCodeFailed(user_traceback(failure)))
+    for reason in sorted(filter(None, reasons), key=lambda reason: not isinstance(reason, Stopped)):  # a stop first
+        raise type(reason)(*reason.args) from failure
 
 
 @contextlib.contextmanager
