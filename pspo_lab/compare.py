@@ -13,7 +13,7 @@ from pspo.endings import user_errors
 from pspo.evaluate.statistics import MEANS, as_text, measure_name, table
 from pspo.tasks.files import local_path
 from pspo.terminal import one_line
-from pspo_lab.power import MOST_SEEDS, estimate, seeds_text
+from pspo_lab.power import MOST_SEEDS, estimate
 from pspo_lab.runs import read_problems
 from pspo_lab.settings import SEED
 
@@ -121,5 +121,5 @@ def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str]:
         "detects": as_text(name, float(found.detects())),
     }
     if len(difference) > 1:
-        texts["seeds for 1, 2, 5 points"] = seeds_text(found)
+        texts["seeds for 1, 2, 5 points"] = found.seeds_text()
     return texts

@@ -65,6 +65,10 @@ class Estimate(NamedTuple):
         enough = n_seeds[self.detects(n_seeds) <= difference]
         return int(enough[0]) if len(enough) else None
 
+    def seeds_text(self) -> str:
+        """Seeds that detect each of `POINTS`; "-" for more than `MOST_SEEDS`, where only more problems help."""
+        return ", ".join(str(self.seeds_for(points) or "-") for points in POINTS)
+
 
 def estimate(values: np.ndarray) -> Estimate:
     """Estimate from values (..., S, N) of S seeds and N problems; N = 1: of a number that has no problems."""
@@ -80,8 +84,3 @@ def estimate(values: np.ndarray) -> Estimate:
     noise = (residuals**2).sum((-2, -1)) / ((n_seeds - 1) * (n_problems - 1))  # var(e)
     problems = (by_problem.var(-1, ddof=1) - noise / n_seeds) / n_problems
     return Estimate(mean, by_seed.var(-1, ddof=1), np.maximum(problems, 0), n_seeds, n_problems)
-
-
-def seeds_text(found: Estimate) -> str:
-    """Seeds that detect each of `POINTS`; "-" for more than `MOST_SEEDS`, where only more problems help."""
-    return ", ".join(str(found.seeds_for(points) or "-") for points in POINTS)

@@ -9,7 +9,9 @@ leave them out. Of several evaluations of a model on the same problems, the one 
 import argparse
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from textwrap import fill, indent
 
@@ -24,16 +26,18 @@ from pspo_lab.identities import describe_identities
 from pspo_lab.runs import Runs, read_runs, run_folders
 from pspo_lab.settings import DATA, MODEL, SEED, labels, shared_sentence
 from pspo_lab.tables import (
+    DIFFERENCES,
     NOTES,
     SEEDS_FOR_AN_INTERVAL,
-    interval_text,
+    Cell,
+    Value,
     main_values,
     make_cells,
     noise_floor,
     number_text,
-    subtract,
     table_texts,
     tables,
+    unit,
 )
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm", "detects", "needs"]
@@ -44,45 +48,71 @@ MARKDOWN = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class Task:
+    """Runs of one model on the same training data, which are compared with each other."""
+
+    title: str
+    runs: Runs
+
+    @cached_property
+    def label(self) -> pd.Series:
+        return labels(self.runs.configs)
+
+    @cached_property
+    def tables(self) -> dict[str, list[Cell]]:
+        return tables(self.runs.finished, self.label)
+
+
+def split_tasks(runs: Runs) -> list[Task]:
+    """Each model with each training data is a task, and so are the evaluations of all other models."""
+    groups = runs.configs.groupby([MODEL, DATA]).groups.items()
+    tasks = {f"{model} on {data}": ([model], list(names)) for (model, data), names in groups}
+    if others := {test.model for test in runs.tests} - set(runs.configs[MODEL]):
+        tasks["Other evaluations"] = (sorted(others), [])
+    parts = []
+    for title, (models, names) in tasks.items():
+        part = runs.take(names)
+        parts.append(Task(title, replace(part, tests=[test for test in part.tests if test.model in models])))
+    return parts
+
+
 def write_report(runs: Runs, output: Path) -> tuple[list[str], list[Path]]:
     """Write the tables and pictures of every task; returns who won, in sentences, and the files."""
-    tasks = group_tasks(runs)
+    tasks = split_tasks(runs)
     verdicts = []
     markdown = []
-    cells = [pd.DataFrame(columns=CELLS)]
     pictures = []
-    for number, (title, (models, names)) in enumerate(tasks.items(), start=1):
-        task_runs = runs.take(names)
-        finished = task_runs.take(task_runs.finished())
-        label = labels(task_runs.configs)
-        markdown += [f"## {escape_markdown(title)}", *describe_runs(task_runs, finished, label)]
-        task_tables = tables(finished, label, models)
-        verdict = " ".join([*describe_winner(finished, label, task_tables), *describe_identities(finished, label)])
-        if verdict:
-            verdicts.append(f"Result{f' of {title}' if len(tasks) > 1 else ''}: {verdict}")
-        for name, table in task_tables.items():
-            markdown.append(f"### {name}")
-            for heading, text in table_texts(table).items():
-                if heading:
-                    markdown.append(escape_markdown(f"On {heading}:"))
-                markdown.append(indent(text, "    "))  # as code: no text in it is Markdown
-            note = NOTES[name]
-            if "p" in table and (n := table["p"].count()):
-                note += f" {HOLM.format(n=n)}"
-            markdown.append(note)
-            cells.append(table.assign(task=title, table=name))
-        if names:
+    for number, task in enumerate(tasks, start=1):
+        if verdict := " ".join(describe_result(task)):
+            verdicts.append(f"Result{f' of {task.title}' if len(tasks) > 1 else ''}: {verdict}")
+        markdown += [f"## {escape_markdown(task.title)}", *map(escape_markdown, describe_runs(task))]
+        for title, cells in task.tables.items():
+            markdown += table_section(title, cells)
+        if len(task.runs.configs):
             pictures.append(output / (f"{number}-curves.svg" if len(tasks) > 1 else "curves.svg"))
-            draw_curves(task_runs, label, pictures[-1])
+            draw_curves(task.runs, task.label, pictures[-1])
             markdown.append(f"![{pictures[-1].stem}]({pictures[-1].name})")
-
     write_text(output / "report.md", "\n\n".join(["# Report", *map(escape_markdown, verdicts), *markdown]) + "\n")
-    table = pd.concat(cells)
-    table["column"] = table["column"].str.removesuffix(" (%)")  # shares are written as shares
-    names = ["task", "row", "column"]
-    table[names] = table[names].map(one_line)
-    table.to_csv(output / "table.csv", columns=CELLS, index=False)
+    records = [
+        {"task": one_line(task.title), "table": title} | cell.record()
+        for task in tasks
+        for title, cells in task.tables.items()
+        for cell in cells
+    ]
+    pd.DataFrame(records, columns=CELLS).to_csv(output / "table.csv", index=False)
     return verdicts, [output / "report.md", output / "table.csv", *pictures]
+
+
+def table_section(title: str, cells: Sequence[Cell]) -> Iterator[str]:
+    """A table's paragraphs of Markdown."""
+    yield f"### {title}"
+    for heading, text in table_texts(title, cells).items():
+        if heading:
+            yield escape_markdown(f"On {heading}:")
+        yield indent(text, "    ")  # as code: no text in it is Markdown
+    n = sum(cell.holm is not None for cell in cells)
+    yield f"{NOTES[title]} {HOLM.format(n=n)}" if n else NOTES[title]
 
 
 def escape_markdown(text: str) -> str:
@@ -91,74 +121,58 @@ def escape_markdown(text: str) -> str:
     return MARKDOWN.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", text)
 
 
-def group_tasks(runs: Runs) -> dict[str, tuple[list[str], list[str]]]:
-    """The models before training and the runs of each task: one model on the same training data."""
-    tasks = {}
-    for (model, data), names in runs.configs.groupby([MODEL, DATA]).groups.items():
-        tasks[f"{model} on {data}"] = ([model], list(names))
-    if others := set(runs.numbers["model"]) - set(runs.configs[MODEL]):
-        tasks["Other evaluations"] = (sorted(others), [])
-    return tasks
-
-
-def describe_winner(runs: Runs, label: pd.Series, tables: dict[str, pd.DataFrame]) -> list[str]:
-    """Sentences: which setting won, by how much, whether that can be told from luck, and the noise floor."""
-    values = main_values(runs, label)
-    if values.empty:
-        return []
-    column = values["column"].iloc[0]
-    means = values.groupby("row")["value"].mean().sort_values(ascending=False, kind="stable")
+def describe_result(task: Task) -> Iterator[str]:
+    """Sentences: which setting won, by how much, whether that can be told from luck, the noise floor, identities."""
+    values = main_values(task.runs.finished, task.label)
+    if not values:
+        return
+    winner, *others = sorted(make_cells(values), key=lambda cell: -cell.mean)
+    column = winner.column
     test, _, measure = column.removesuffix(" (%)").rpartition(": ")
-    unit = " points" if column.endswith("(%)") else ""
-    best = number_text(column, means.iloc[0]) + ("%" if unit else "")
-    for cell in tables.get("Accuracy", pd.DataFrame(columns=["column", "seeds"])).itertuples():
+    best = number_text(column, winner.mean) + ("%" if unit(column) else "")
+    for cell in task.tables.get("Accuracy", []):
         if cell.column == column and not cell.seeds:
             best += f" (untrained {number_text(column, cell.mean)})"
     what = f"{measure} on {test}" if test else measure
-    if len(means) == 1:
-        sentences = [f"{means.index[0]} reached {best} {what}; there is no second setting."]
+    if others:
+        by = number_text(column, winner.mean - others[0].mean)
+        yield f"{winner.row} came first with {best} {what}, {by}{unit(column)} above {others[0].row}."
+        seeds = task.runs.configs[SEED]
+        first, second = ({seeds[v.run]: v for v in values if v.row == cell.row} for cell in (winner, others[0]))
+        yield describe_luck([first[seed] - second[seed] for seed in first if seed in second])
     else:
-        by = number_text(column, means.iloc[0] - means.iloc[1])
-        pairs = [values[values["row"] == name] for name in means.index[:2]]
-        sentences = [
-            f"{means.index[0]} came first with {best} {what}, {by}{unit} above {means.index[1]}.",
-            describe_luck(subtract(pairs[0].merge(pairs[1], on="seed")), column, unit),
-        ]
+        yield f"{winner.row} reached {best} {what}; there is no second setting."
     sd, df = noise_floor(values)
     if df:
-        sentences.append(
-            f"Noise floor: two runs of one setting with different seeds differ by {number_text(column, sd)}{unit} "
-            f"(standard deviation, {df} degrees of freedom)."
-        )
-    differences = tables.get("Paired differences")
-    if differences is not None and (n := differences["p"].count()):
-        sentences.append(f"Of the {n} differences below, {(differences['holm'] < 0.05).sum()} are more than luck.")
-    return sentences
+        floor = f"{number_text(column, sd)}{unit(column)} (standard deviation, {df} degrees of freedom)"
+        yield f"Noise floor: two runs of one setting with different seeds differ by {floor}."
+    tested = [cell.holm for cell in task.tables.get(DIFFERENCES, []) if cell.holm is not None]
+    if tested:
+        yield f"Of the {len(tested)} differences below, {sum(holm < 0.05 for holm in tested)} are more than luck."
+    yield from describe_identities(task.runs.finished, task.label)
 
 
-def describe_luck(differences: pd.DataFrame, column: str, unit: str) -> str:
+def describe_luck(differences: Sequence[Value]) -> str:
     """Whether the first of two settings is better by more than luck, from their differences by seed."""
     seeds = len(differences)
     if seeds < SEEDS_FOR_AN_INTERVAL:
         return f"That cannot be told from luck: seeds that both have: {seeds}, and it takes {SEEDS_FOR_AN_INTERVAL}."
-    cell = next(make_cells(differences.assign(row="", column=column), differences=True).itertuples())
-    interval = interval_text(cell)
-    if cell.p < 0.05:
-        return f"That is more than luck: {interval}{unit} over {seeds} seeds and their problems."
-    text = f"That cannot be told from luck: {interval}{unit}"
-    if cell.detects > 0:
-        text += f"; {seeds} seeds would detect {number_text(column, cell.detects)}{unit}"
+    (cell,) = make_cells(differences)
+    if cell.estimate.p() < 0.05:
+        return f"That is more than luck: {cell}{unit(cell.column)} over {seeds} seeds and their problems."
+    text = f"That cannot be told from luck: {cell}{unit(cell.column)}"
+    if cell.estimate.detects() > 0:
+        text += f"; {seeds} seeds would detect {number_text(cell.column, cell.estimate.detects())}{unit(cell.column)}"
     return f"{text}."
 
 
-def describe_runs(runs: Runs, finished: Runs, label: pd.Series) -> list[str]:
-    """Paragraphs of Markdown: what the runs share, and what is not finished."""
-    sentences = []
-    if len(runs.configs):
-        sentences.append(f"{shared_sentence(runs.configs)} A switch that a name leaves out has its default.".strip())
-    for run in runs.configs.index.difference(finished.configs.index):
-        sentences.append(f"Not finished, in the curves alone: {label[run]}, seed {runs.configs.loc[run, SEED]} ({run})")
-    return list(map(escape_markdown, sentences))
+def describe_runs(task: Task) -> Iterator[str]:
+    """Sentences: what the runs share, and what is not finished."""
+    configs = task.runs.configs
+    if len(configs):
+        yield f"{shared_sentence(configs)} A switch that a name leaves out has its default.".strip()
+    for run in configs.index.difference(task.runs.finished.configs.index):
+        yield f"Not finished, in the curves alone: {task.label[run]}, seed {configs.loc[run, SEED]} ({run})"
 
 
 def main(args: Sequence[str] | None = None) -> None:

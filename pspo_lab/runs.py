@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -37,8 +37,7 @@ from pspo_lab.settings import (
     setting_numbers,
 )
 
-NUMBERS = ["run", "stage", "model", "evaluation", "data", "split", "n", "limit", "temperature", "measure",
-           "value", "low", "high", "file"]  # fmt: skip
+STAGES = ("before", "after", "final")  # of a run: its model before training, the returned and the last one
 OF_A_SEED = r"(?<=seed-)\d+|\d{8}-\d{6}(-\d+)?"  # in the names of sweeps' runs, and of runs without a name
 
 Row = dict[str, Any]
@@ -60,23 +59,64 @@ class LabRun:
     metrics: pd.DataFrame
     summary: Row
 
+    @property
+    def name(self) -> str:
+        return str(local_path(self.folder))
+
+
+class Number(NamedTuple):
+    """A measure of a test, with its 95% interval over problems where there is one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Test:
+    """How well a model did on some problems.
+
+    Attributes:
+        run: unset for an evaluation of a model that no run trained.
+        stage: one of `STAGES`.
+        model: that the run began with.
+        evaluation: "summary", or the name of the evaluation's folder.
+        limit: tokens of a completion.
+        temperature: "0" is greedy.
+        file: of the completions.
+    """
+
+    run: str | None
+    stage: str
+    model: str
+    evaluation: str
+    data: str
+    split: str
+    n: int
+    limit: int | None
+    temperature: str
+    file: Path
+    numbers: dict[str, Number]  # by measure
+
+    def shown_measures(self) -> list[str]:
+        """The measures of a report: accuracies, of samples also pass@k and maj@k; without gold answers the reward."""
+        shown = r"accuracy|gold_anywhere" if self.temperature == "0" else r"accuracy|gold_anywhere|(pass|maj)@.*"
+        if "accuracy" not in self.numbers:
+            shown += "|mean_reward"
+        return [measure for measure in self.numbers if re.fullmatch(shown, measure)]
+
 
 @dataclass(frozen=True)
 class Runs:
-    """Tables, joined by `run`, its folder.
+    """Runs by name, which is their folder, and the tests of their models.
 
     Attributes:
         configs: indexed by run; every switch, and the experiment folders of this run and of its duplicates.
-        numbers: one row per number of a summary or an evaluation: run (missing: of a model that no run trained), stage
-            ("before" training, "after" it: of the returned model, "final": of the last one), model (that the run began
-            with), evaluation ("summary", or its folder), data, split, n, limit (tokens of a completion), temperature
-            ("0": greedy), measure, value, low and high (95% over problems), file (of its completions).
-        folders: by run.
     """
 
     configs: pd.DataFrame
-    numbers: pd.DataFrame
     folders: dict[str, LabRun]
+    tests: list[Test]
 
     @cached_property
     def metrics(self) -> pd.DataFrame:
@@ -85,15 +125,15 @@ class Runs:
         return pd.concat(parts or [pd.DataFrame(columns=["run", "step"])], ignore_index=True)
 
     def take(self, runs: Sequence[str]) -> "Runs":
-        """These runs, in this order, and the evaluations of models that no run trained."""
-        place = {run: i for i, run in enumerate(runs)}
-        numbers = self.numbers[self.numbers["run"].isin(runs) | self.numbers["run"].isna()]
-        numbers = numbers.sort_values("run", key=lambda run: run.map(place), kind="stable")
-        return replace(self, configs=self.configs.loc[runs], numbers=numbers)
+        """These runs, in this order, and the tests of models that no run trained."""
+        place: dict[str | None, int] = {None: len(runs)} | {run: i for i, run in enumerate(runs)}
+        tests = sorted((test for test in self.tests if test.run in place), key=lambda test: place[test.run])
+        return replace(self, configs=self.configs.loc[runs], tests=tests)
 
-    def finished(self) -> list[str]:
+    @cached_property
+    def finished(self) -> "Runs":
         """The runs that have a summary."""
-        return [run for run in self.configs.index if self.folders[run].summary]
+        return self.take([run for run in self.configs.index if self.folders[run].summary])
 
     def with_untrained(self) -> pd.DataFrame:
         """The metrics with their time in seconds, and at step 0 the validation before training of finished runs."""
@@ -127,48 +167,39 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
     return [path for path in map(local_path, paths) if not path.is_file()]
 
 
+def folders_with(file: str, roots: Sequence[Path]) -> list[Path]:
+    """The folders that hold such a file, below these roots."""
+    return sorted({path.parent.resolve() for root in roots for path in root.rglob(file)})
+
+
 def read_runs(roots: Sequence[Path]) -> Runs:
     """Read what the folders hold, however deep, in order of settings and seeds; raises ValueError if it is nothing."""
-    run_folders: set[Path] = set()
-    evaluation_folders: set[Path] = set()
     for root in roots:
-        runs_here = {path.parent.resolve() for path in root.rglob("metrics.jsonl")}
-        evaluations_here = {path.parent.resolve() for path in root.rglob("results.json")}
-        if not runs_here | evaluations_here:
+        if not any(root.rglob("metrics.jsonl")) and not any(root.rglob("results.json")):
             warn(f"{root}: {'no run and no evaluation in it' if root.exists() else 'there is no such folder'}")
-        run_folders |= runs_here
-        evaluation_folders |= evaluations_here
-
     runs: dict[str, LabRun] = {}
-    configs: dict[str, Row] = {}
-    numbers: list[Row] = []
-    for folder in sorted(run_folders):
+    tests: list[Test] = []
+    for folder in folders_with("metrics.jsonl", roots):
         with skip_unreadable(folder):
-            name = str(local_path(folder))
             run = read_run(folder)
-            numbers += [{"run": name, **row} for row in summary_rows(run)]
-            runs[name] = run
-            experiment = folder.parent.parent
-            configs[name] = run.switches | {"experiments": (str(experiment),)}
-            full = experiment.name.removesuffix("-search")
-            if full != experiment.name and (experiment.parent / full / "selection.json").exists():
-                configs[name]["search"] = True  # its runs choose, and confirm nothing
-    for folder in sorted(evaluation_folders):
+            tests += summary_tests(run)
+            runs[run.name] = run
+    for folder in folders_with("results.json", roots):
         with skip_unreadable(folder):
-            numbers += list(evaluation_rows(folder, runs))
-    if not runs and not numbers:
+            tests += evaluation_tests(folder, runs)
+    if not runs and not tests:
         raise ValueError("no run and no evaluation in " + ", ".join(map(str, roots)))
-
-    table = pd.DataFrame(list(configs.values()), index=list(configs), dtype=object)
+    rows = [run.switches | {"experiments": (str(run.folder.parent.parent),)} for run in runs.values()]
+    table = pd.DataFrame(rows, index=list(runs), dtype=object)
     table = table.reindex(columns=sorted({MODEL, DATA, SURROGATE, *not_compared(), *table}))
-    return sort_runs(Runs(table.where(table.notna(), None), pd.DataFrame(numbers, columns=NUMBERS), runs))
+    return sort_runs(Runs(table.where(table.notna(), None), runs, tests))
 
 
 def sort_runs(runs: Runs) -> Runs:
     """Sort by setting and seed, each once: of two runs the finished one."""
     configs = runs.configs
     keys = pd.DataFrame({"label": labels(configs), "setting": setting_numbers(configs), "seed": configs[SEED]})
-    keys["unfinished"] = ~keys.index.isin(runs.finished())
+    keys["unfinished"] = [not runs.folders[run].summary for run in keys.index]
     keys = keys.sort_values(["label", "setting", "seed", "unfinished"], kind="stable")
     first = keys.groupby(["setting", "seed"])["label"].transform(lambda seed_runs: seed_runs.index[0])
     for run, other in first[first != first.index].items():
@@ -190,6 +221,10 @@ def read_switches(folder: Path) -> Row:
     if switches.get(DATA) == "file":  # of which there are many
         path = switches.get("data.path")
         switches[DATA] = problems_fingerprint(folder, Path(str(path))) or path
+    experiment = folder.parent.parent
+    full = experiment.with_name(experiment.name.removesuffix("-search"))
+    if full != experiment and (full / "selection.json").exists():
+        switches["search"] = True  # its runs choose, and confirm nothing
     if switches.get("run.fork_from"):
         switches["forked"] = re.sub(OF_A_SEED, "*", str(switches["run.fork_from"]))
     named = {
@@ -222,57 +257,63 @@ def read_metrics(folder: Path) -> pd.DataFrame:
     return metrics.apply(pd.to_numeric, errors="coerce").replace([np.inf, -np.inf], np.nan).astype({"step": int})
 
 
-def summary_rows(run: LabRun) -> Iterator[Row]:
-    """The numbers of a run's summary, none while it is not finished."""
+def summary_tests(run: LabRun) -> Iterator[Test]:
+    """The tests in a run's summary, none while it is not finished."""
     config = run.switches
-    about = {"stage": "run", "model": config[MODEL], "evaluation": "summary"}
-    yield from result_rows(run.summary, about)
-    stages = ("after", "final") if config.get("run.fork_from") else ("before", "after", "final")  # before: its parent's
-    for stage in stages:
-        if result := run.summary.get(stage):  # {} with --run.test_limit 0
-            intervals = {name: result.get(f"{name}_ci95".removeprefix("accuracy_")) for name in result}
-            estimates = {name: {"value": result[name], "ci95": ci95} for name, ci95 in intervals.items() if ci95}
-            test = {"stage": stage, "data": config[DATA], "split": "test", "temperature": "0"}
-            test["limit"] = config.get("rollout.max_completion_tokens")
-            files = [run.folder / f"test-{name}.jsonl" for name in (stage, "after")]  # one test if the best is the last
-            test["file"] = next((str(file) for file in files if file.exists()), None)
-            yield from result_rows(result | estimates, about | test)
+    limit = config.get("rollout.max_completion_tokens")
+    for stage in STAGES:
+        result = run.summary.get(stage)  # {} with --run.test_limit 0
+        if not result or (stage == "before" and config.get("run.fork_from")):  # which began as its parent did
+            continue
+        files = [run.folder / f"test-{name}.jsonl" for name in (stage, "after")]  # one test if the best is the last
+        file = next((file for file in files if file.exists()), files[0])
+        about = (run.name, stage, config[MODEL], "summary", config[DATA], "test")
+        yield Test(*about, result["n"], limit, "0", file, read_numbers(result))
 
 
-def evaluation_rows(folder: Path, runs: dict[str, LabRun]) -> Iterator[Row]:
-    """The numbers of an evaluation's folder, of the run whose model it evaluates if that is known."""
+def evaluation_tests(folder: Path, runs: dict[str, LabRun]) -> Iterator[Test]:
+    """The tests in an evaluation's folder, of the run whose model it evaluates if that is known."""
     results = read_json(folder / "results.json")
     model = Path(results["model"])
     candidates = map(str, (model.resolve().parent, folder, *folder.parents))  # of RUN/best, or somewhere in RUN
-    name = next((candidate for candidate in candidates if candidate in runs), None)
-    if name is None or os.path.abspath(results["model"]) == os.path.abspath(runs[name].switches[MODEL]):
-        about = {"stage": "before", "model": results["model"] if name is None else runs[name].switches[MODEL]}
-    else:
-        best = Path(runs[name].summary.get("best_model", "best")).name
-        stage = {"final": "final", best: "after"}.get(model.name)
-        about = {"run": name, "stage": stage, "model": runs[name].switches[MODEL]}
-    if about["stage"] is None:
-        raise ValueError(f"evaluates {model}, neither the model that the run returned nor its final one")
-    if about["stage"] != "before" and results.get("step") is not None:
-        step = runs[name].summary.get("optimizer_steps" if about["stage"] == "final" else "best_step", results["step"])
-        if step != results["step"]:
-            raise ValueError(f"evaluates step {results['step']}, and this model of the run is step {step}'s by now")
-    about |= {"evaluation": folder.name, "file": str(folder / "completions.jsonl")}
-    about["data"] = read_switches(folder)[DATA] if results["data"] == "file" else results["data"]
-    about |= {"split": results["split"], "n": results["n"], "limit": results.get("max_completion_tokens")}
+    run = next((runs[candidate] for candidate in candidates if candidate in runs), None)
+    began_with = results["model"] if run is None else run.switches[MODEL]
+    stage = "before"
+    if os.path.abspath(results["model"]) != os.path.abspath(began_with):
+        stage = trained_stage(results, run)
+    data = read_switches(folder)[DATA] if results["data"] == "file" else results["data"]
+    limit = results.get("max_completion_tokens")
+    about = (None if stage == "before" else run.name, stage, began_with, folder.name, data, results["split"])
+    file = folder / "completions.jsonl"
     for temperature, result in results["temperatures"].items():
-        yield from result_rows(result, about | {"temperature": temperature})
+        yield Test(*about, results["n"], limit, temperature, file, read_numbers(result))
 
 
-def result_rows(result: Row, about: Row) -> Iterator[Row]:
-    """One row per number of a result."""
-    about = about | {"n": result.get("n", about.get("n"))}
+def trained_stage(results: Row, run: LabRun) -> str:
+    """Whether an evaluation is of the model that the run returned or of its final one; ValueError if it is neither."""
+    model = Path(results["model"])
+    best = Path(run.summary.get("best_model", "best")).name
+    stages = {"final": "final", best: "after"}
+    if model.name not in stages:
+        raise ValueError(f"evaluates {model}, neither the model that the run returned nor its final one")
+    stage = stages[model.name]
+    evaluated = results.get("step")
+    step = run.summary.get("optimizer_steps" if stage == "final" else "best_step", evaluated)
+    if evaluated not in (None, step):
+        raise ValueError(f"evaluates step {evaluated}, and this model of the run is step {step}'s by now")
+    return stage
+
+
+def read_numbers(result: Row) -> dict[str, Number]:
+    """Numbers by measure, of an evaluation ({"value", "ci95"}) or a summary, which has each interval beside them."""
+    numbers = {}
     for name, value in result.items():
-        if isinstance(value, dict) and "ci95" in value and "value" in value:
-            low, high = value["ci95"] or (None, None)  # of one problem
-            yield about | {"measure": name, "value": value["value"], "low": low, "high": high}
-        elif isinstance(value, int | float) and name != "n":
-            yield about | {"measure": name, "value": value}
+        interval = result.get(f"{name}_ci95".removeprefix("accuracy_"))
+        if isinstance(value, dict) and "value" in value and "ci95" in value:
+            value, interval = value["value"], value["ci95"]
+        if isinstance(value, int | float):
+            numbers[name] = Number(value, *(interval or ()))  # of one problem there is none
+    return numbers
 
 
 @functools.cache

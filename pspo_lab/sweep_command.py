@@ -36,7 +36,7 @@ from pspo.cli.parse import parse
 from pspo.endings import EXIT_INTERRUPTED, EXIT_STOPPED, user_errors
 from pspo.tasks.files import local_path
 from pspo.terminal import Bar
-from pspo_lab.power import Estimate, seeds_text
+from pspo_lab.power import Estimate
 from pspo_lab.runs import read_runs, run_folders
 from pspo_lab.settings import labels
 from pspo_lab.sweep_plan import MODEL, WEIGHTS, Job, Method, SweepConfig, make_plan, switch_words
@@ -169,13 +169,13 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> str:
     column = "(%)"
     if sweep.pilot is not None:
         runs = read_runs(run_folders([sweep.pilot]))
-        runs = runs.take(runs.finished())
+        runs = runs.finished
         values = main_values(runs, labels(runs.configs))
         if sd is None:
             sd, df = noise_floor(values)
             if not df:
                 raise ValueError(f"--pilot {sweep.pilot} takes two finished seeds of a setting; or give --sd")
-            column = values["column"].iloc[0]
+            column = values[0].column
         summaries = [runs.folders[run].summary for run in runs.configs.index]
         seconds = sum(summary["seconds"] for summary in summaries) / sum(s["optimizer_steps"] for s in summaries)
         jobs = [job for method in plan for job in planned_jobs(method) if not job.trained]
@@ -191,7 +191,7 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> str:
         if found.n_seeds > 1:
             lines.append(
                 f"{name}: {found.n_seeds} seeds detect {number_text(column, float(found.detects()))}{unit} between two "
-                f"settings at 80% power; 1, 2, 5 points take {seeds_text(found)} seeds."
+                f"settings at 80% power; 1, 2, 5 points take {found.seeds_text()} seeds."
             )
     return "\n".join(lines)
 

@@ -1,14 +1,9 @@
-"""Tables of runs. Two kinds of data frames:
-
-* values: run, column (of a table) and value, a number of a run; of accuracies also low and high, 95% over problems, and
-  answers, the value of each problem
-* cells: row (a setting, or the difference of two), column, seeds, mean, low and high; of differences also p, holm, what
-  they would detect (`Estimate.detects`) and the seeds that they need (`power.seeds_text`)
-"""
+"""From runs to tables: values of each run, their differences, and cells, which are means over seeds."""
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,14 +11,15 @@ import pandas as pd
 from scipy.stats import t
 
 from pspo.terminal import one_line
-from pspo_lab.power import Estimate, estimate, seeds_text
-from pspo_lab.runs import Runs, read_problems, skip_unreadable
+from pspo_lab.power import Estimate, estimate
+from pspo_lab.runs import STAGES, Runs, Test, read_problems, skip_unreadable
 from pspo_lab.settings import SEED, methods, setting_numbers
 
 BASELINES = ("Clip", "NoClip")  # of the paired differences
 TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
 SEEDS_FOR_AN_INTERVAL = 3
 COMPARED = ("final reward", "area under the curve", "final validation reward")
+DIFFERENCES = "Paired differences"
 SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
 NOTES = {
     "Accuracy": "Greedy, of the model that each run returned, the best by validation, and of its final one; gold "
@@ -33,58 +29,77 @@ NOTES = {
     "Learning": "Training reward: peak and final are means over a tenth of the rollouts, the area over all. A seed has "
     "collapsed when its final reward is below half of its peak; it returned the untrained model when no validation was "
     "better than step 0's.",
-    "Paired differences": "Setting minus baseline of the same seed and experiment, which saw the same prompts in the "
+    DIFFERENCES: "Setting minus baseline of the same seed and experiment, which saw the same prompts in the "
     "same order, with its 95% t-interval. detects: the smallest difference that so many seeds and problems find at 80% "
     "power; then the seeds that would find so little, - if no 1,000 would on so many problems.",
 }
 
-# Values
+
+# Values: numbers of single runs
 
 
-def accuracies(runs: Runs, stage: str, greedy: bool = True) -> pd.DataFrame:
-    """Values before training, of models, or after it, of runs' best or final ones; with pass@k, maj@k if sampled.
+@dataclass(frozen=True)
+class Value:
+    """A number of a run, or the difference of two runs, in a column of a table.
 
-    Problems without gold answers have their mean reward. An evaluation counts before the summary's same number.
+    Attributes:
+        run: None of a model before training.
+        row: the setting, that model, or the difference of two settings.
+        low, high: 95% over problems.
+        answers: the values of the problems that it is the mean of, where they are known.
     """
-    numbers = runs.numbers[runs.numbers["stage"] == stage]
-    numbers = numbers[(numbers["temperature"] == "0") == greedy]
-    test = ["run", "model", "evaluation", "data", "split", "n", "limit", "temperature"]
-    is_accuracy = numbers["measure"].eq("accuracy")
-    answered = is_accuracy.groupby([numbers[name] for name in test], dropna=False).transform("any").astype(bool)
-    measures = "accuracy|gold_anywhere" if greedy else "accuracy|gold_anywhere|(pass|maj)@.*"
-    rewards = numbers["measure"].eq("mean_reward") & ~answered
-    numbers = numbers[numbers["measure"].str.fullmatch(measures) | rewards]
-    numbers = numbers.sort_values("evaluation", key=lambda names: names != "summary", kind="stable")
-    numbers["run"] = numbers["model" if stage == "before" else "run"]
-    one_limit = runs.numbers["limit"].nunique() <= 1
-    numbers["column"] = [accuracy_column(row, stage, greedy, one_limit) for row in numbers.itertuples()]
-    numbers = numbers.drop_duplicates(["run", "column"], keep="last")
-    numbers = numbers.sort_values("measure", key=lambda names: names == "gold_anywhere", kind="stable")
-    numbers["answers"] = [problem_values(row) for row in numbers.itertuples()]
-    return numbers[["run", "column", "value", "low", "high", "answers"]]
+
+    run: str | None
+    row: str
+    column: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+    answers: pd.Series | None = None
+
+    def __sub__(self, other: "Value") -> "Value":
+        answers = None
+        if self.answers is not None and other.answers is not None and self.answers.index.equals(other.answers.index):
+            answers = self.answers - other.answers
+        row = f"{self.row} - {other.row}"
+        return Value(self.run, row, self.column, self.value - other.value, answers=answers)
 
 
-def problem_values(number: Any) -> pd.Series | None:
-    """The values of the problems behind a row of `Runs.numbers`; None without their file."""
-    if isinstance(number.file, str) and Path(number.file).exists():
-        with skip_unreadable(Path(number.file)):
-            return read_problems(Path(number.file))[number.temperature].get(number.measure)
+def accuracies(runs: Runs, label: pd.Series, *stages: str, greedy: bool = True) -> list[Value]:
+    """Values of tests in these stages, or sampled ones'. An evaluation counts before the summary's same number."""
+    has_limits = len({test.limit for test in runs.tests} - {None}) > 1
+    found: dict[tuple[str, str], tuple[Test, str]] = {}
+    for test in sorted(runs.tests, key=lambda test: (STAGES.index(test.stage), test.evaluation != "summary")):
+        if test.stage in stages and (test.temperature == "0") == greedy:
+            for measure in test.shown_measures():
+                place = (test.model if test.stage == "before" else test.run, accuracy_column(test, measure, has_limits))
+                found.pop(place, None)
+                found[place] = test, measure
+    values = []
+    for (owner, column), (test, measure) in found.items():
+        run, row = (None, owner) if test.stage == "before" else (owner, label[owner])
+        values.append(Value(run, row, column, *test.numbers[measure], answers=problem_values(test, measure)))
+    return values
+
+
+def problem_values(test: Test, measure: str) -> pd.Series | None:
+    """A measure of each problem of a test; None without their file."""
+    if test.file.exists():
+        with skip_unreadable(test.file):
+            return read_problems(test.file)[test.temperature].get(measure)
     return None
 
 
-def accuracy_column(row: Any, stage: str, greedy: bool, one_limit: bool) -> str:
+def accuracy_column(test: Test, measure: str, has_limits: bool) -> str:
     """Such as "gsm8k test, n = 1,319: final accuracy (%)", with the limit of tokens if tests had several."""
-    test = f"{row.data} {row.split}, n = {row.n:,.0f}"
-    if not one_limit and pd.notna(row.limit):
-        test += f", {row.limit:.0f} tokens"
-    if not greedy:
-        test += f", T = {row.temperature}"
-    measure = row.measure.replace("_", " ")
-    if stage == "final":
-        measure = f"final {measure}"
-    if row.measure != "mean_reward":
-        measure += " (%)"
-    return f"{test}: {measure}"
+    title = f"{test.data} {test.split}, n = {test.n:,.0f}"
+    if has_limits and test.limit is not None:
+        title += f", {test.limit:.0f} tokens"
+    if test.temperature != "0":
+        title += f", T = {test.temperature}"
+    stage = "final " if test.stage == "final" else ""
+    unit = "" if measure == "mean_reward" else " (%)"
+    return f"{title}: {stage}{measure.replace('_', ' ')}{unit}"
 
 
 def smoothed(values: pd.Series) -> pd.Series:
@@ -93,79 +108,133 @@ def smoothed(values: pd.Series) -> pd.Series:
     return pd.Series(windows.mean(axis=1), values.index[-len(windows) :])
 
 
-def learning(runs: Runs) -> pd.DataFrame:
+def learning(runs: Runs, label: pd.Series) -> list[Value]:
     """Values of the course of the training reward."""
-    rows = {}
-    metrics = runs.metrics.reindex(columns=["run", "reward", "validation_reward"])
-    for run, rollouts in metrics.groupby("run", sort=False):
-        rewards = rollouts["reward"].dropna()
-        validation = rollouts["validation_reward"].dropna()
+    courses = {}
+    for run in runs.configs.index:
+        metrics = runs.folders[run].metrics.reindex(columns=["reward", "validation_reward"])
+        rewards = metrics["reward"].dropna()
+        validation = metrics["validation_reward"].dropna()
         if rewards.empty:
             continue
         windows = smoothed(rewards)
         peak = windows.max()
         final = windows.iloc[-1]
-        rows[run] = {
+        best_step = runs.folders[run].summary.get("best_step")
+        courses[run] = {
             "final reward": final,
             "peak reward": peak,
             "area under the curve": rewards.mean(),
             "collapsed (%)": float(final < peak / 2) if peak > 0 else np.nan,  # half of a negative peak is above it
             "best trained validation reward": validation.max(),
             "final validation reward": validation.iloc[-1] if len(validation) else np.nan,
+            "returned untrained (%)": np.nan if best_step is None else float(best_step == 0),
         }
-    table = pd.DataFrame.from_dict(rows, orient="index")
-    best_step = runs.numbers[runs.numbers["measure"] == "best_step"].set_index("run")["value"]
-    table["returned untrained (%)"] = (best_step == 0).astype(float)
-    return table.rename_axis("run").reset_index().melt("run", var_name="column").dropna(subset="value")
+    numbers = pd.DataFrame.from_dict(courses, orient="index").melt(ignore_index=False).dropna()  # column by column
+    return [Value(run, label[run], column, value) for run, column, value in numbers.itertuples()]
 
 
-def paired_differences(runs: Runs, labels: pd.Series) -> pd.DataFrame:
-    """Values by row and seed: every setting minus every baseline of its experiment; of two baselines one difference."""
+def paired_differences(runs: Runs, label: pd.Series) -> list[Value]:
+    """Every setting minus every baseline of its experiment, by seed; of two baselines one difference."""
     configs = runs.configs
-    treatments = [name for name in configs if name.startswith(TREATMENT)]
-    about = configs[["experiments", SEED]].assign(
-        row=labels[configs.index],
-        place=labels[configs.index].factorize()[0],
-        is_baseline=methods(configs).isin(BASELINES),
-        rest=setting_numbers(configs, ignore=treatments),
-    )
-    rewards = learning(runs)
-    tests = [accuracies(runs, stage) for stage in ("after", "final")]
-    values = pd.concat([*tests, rewards[rewards["column"].isin(COMPARED)]], ignore_index=True)
-    values = values.join(about, on="run").explode("experiments")
-    pairs = values.merge(values[values["is_baseline"]], on=["experiments", SEED, "rest", "column"])
-    pairs = pairs[(pairs["place_x"] > pairs["place_y"]) | ~pairs["is_baseline_x"].astype(bool)]
-    pairs = pairs.drop_duplicates(["row_x", "row_y", SEED, "column"])
-    return subtract(pairs.sort_values(["place_y", "place_x"], kind="stable"))
+    rest = setting_numbers(configs, ignore=[name for name in configs if name.startswith(TREATMENT)])
+    is_baseline = methods(configs).isin(BASELINES)
+    rows = list(dict.fromkeys(label[configs.index]))
+    rewards = [value for value in learning(runs, label) if value.column in COMPARED]
+    together: dict[tuple[Any, ...], list[Value]] = {}
+    for value in accuracies(runs, label, "after", "final") + rewards:
+        for experiment in configs.at[value.run, "experiments"]:
+            key = (configs.at[value.run, SEED], value.column, experiment, rest[value.run])
+            together.setdefault(key, []).append(value)
+    differences = {}
+    for (seed, column, *_), comparable in together.items():
+        for base, value in product(comparable, comparable):
+            pair = (rows.index(base.row), rows.index(value.row))
+            if is_baseline[base.run] and (pair[0] < pair[1] or not is_baseline[value.run]):
+                differences.setdefault((pair, seed, column), value - base)
+    return [differences[key] for key in sorted(differences, key=lambda key: key[0])]
 
 
-def subtract(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Values of differences, from pairs of values with the rows of both."""
-    answers = []
-    for x, y in zip(pairs["answers_x"], pairs["answers_y"], strict=True):
-        same = isinstance(x, pd.Series) and isinstance(y, pd.Series) and x.index.equals(y.index)
-        answers.append(x - y if same else None)
-    row = pairs["row_x"] + " - " + pairs["row_y"]
-    return pairs.assign(row=row, value=pairs["value_x"] - pairs["value_y"], answers=answers)
+def main_values(runs: Runs, label: pd.Series) -> list[Value]:
+    """Values of the one column that settings are compared in first: a test, or the reward."""
+    values = accuracies(runs, label, "after") or learning(runs, label)
+    return [value for value in values if value.column == values[0].column]
 
 
-def main_values(runs: Runs, labels: pd.Series) -> pd.DataFrame:
-    """Values, with their row and seed, of the one column that settings are compared in first: a test, or the reward."""
-    values = accuracies(runs, "after")
-    if values.empty:
-        values = learning(runs).query("column == 'final reward'").assign(answers=None)
-    values = values[values["column"] == values["column"].iloc[0]] if len(values) else values
-    return values.assign(row=values["run"].map(labels), seed=values["run"].map(runs.configs[SEED]))
-
-
-def noise_floor(values: pd.DataFrame) -> tuple[float, int]:
+def noise_floor(values: Sequence[Value]) -> tuple[float, int]:
     """SD of the difference of two runs of one setting, and its degrees of freedom; NaN and 0 without two seeds."""
-    groups = values.groupby("row")["value"]
+    groups = pd.Series([value.value for value in values], [value.row for value in values], float).groupby(level=0)
     df = groups.size() - 1
     return float(np.sqrt(2 * (groups.var() * df).sum() / df.sum())) if df.sum() else np.nan, int(df.sum())
 
 
 # Cells
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The mean of a column over the seeds of a row.
+
+    Attributes:
+        seeds: 0 for an untrained model.
+        low, high: 95%, from three seeds on over seeds and problems; of one seed over problems.
+        estimate: from three seeds on; of shares there is none.
+        holm: p of a difference, adjusted for the number of all in its table by Holm (1979).
+    """
+
+    row: str
+    column: str
+    seeds: int
+    mean: float
+    low: float | None
+    high: float | None
+    estimate: Estimate | None
+    holm: float | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Columns of table.csv, in which shares are written as shares."""
+        cell = {name: getattr(self, name) for name in ("seeds", "mean", "low", "high")}
+        if self.holm is not None:
+            found = self.estimate
+            cell |= {"p": found.p(), "holm": self.holm, "detects": found.detects(), "needs": found.seeds_text()}
+        return {"row": one_line(self.row), "column": one_line(self.column.removesuffix(" (%)"))} | cell
+
+    def __str__(self) -> str:
+        """The mean and its interval, in percent where the column is."""
+        mean = number_text(self.column, self.mean)
+        if self.low is None:
+            return mean
+        return f"{mean} [{number_text(self.column, self.low)}, {number_text(self.column, self.high)}]"
+
+
+def make_cells(values: Iterable[Value]) -> list[Cell]:
+    """A cell for each row and column that has values."""
+    groups: dict[tuple[str, str], list[Value]] = {}
+    for value in values:
+        groups.setdefault((value.row, value.column), []).append(value)
+    cells = []
+    for (row, column), seeds in groups.items():
+        mean = float(np.mean([value.value for value in seeds]))
+        low, high, found = None, None, None
+        if len(seeds) >= SEEDS_FOR_AN_INTERVAL and column not in SHARES:
+            found = estimate_seeds(seeds)
+            low = mean - float(found.half_width())
+            high = mean + float(found.half_width())
+        elif len(seeds) == 1:
+            low = seeds[0].low
+            high = seeds[0].high
+        n_trained = sum(value.run is not None for value in seeds)
+        cells.append(Cell(row, column, n_trained, mean, low, high, found))
+    return cells
+
+
+def estimate_seeds(seeds: Sequence[Value]) -> Estimate:
+    """Estimate over seeds, and over problems where all seeds have answers to the same ones."""
+    answers = [value.answers for value in seeds]
+    if all(one is not None and one.index.equals(answers[0].index) for one in answers):
+        matrix = np.stack(answers)
+        return estimate(matrix[:, ~np.isnan(matrix).any(axis=0)])
+    return estimate(np.array([[value.value] for value in seeds], dtype=float))
 
 
 def mean_over_seeds(values: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
@@ -177,108 +246,71 @@ def mean_over_seeds(values: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     return cells.assign(low=cells["mean"] - half, high=cells["mean"] + half)
 
 
-def estimate_seeds(values: pd.DataFrame) -> Estimate:
-    """Estimate of one cell: over seeds, and over problems where all have answers to the same ones."""
-    answers = list(values["answers"]) if "answers" in values else [None]
-    first = answers[0]
-    if all(isinstance(one, pd.Series) and one.index.equals(first.index) for one in answers):
-        matrix = np.stack(answers)
-        return estimate(matrix[:, ~np.isnan(matrix).any(axis=0)])
-    return estimate(values[["value"]].to_numpy(dtype=float))
+def tables(runs: Runs, label: pd.Series) -> dict[str, list[Cell]]:
+    """Cells of the tables of one task by title."""
+    by_title = {
+        "Accuracy": make_cells(accuracies(runs, label, *STAGES)),
+        "Accuracy of samples": make_cells(accuracies(runs, label, *STAGES, greedy=False)),
+        "Learning": make_cells(learning(runs, label)),
+        DIFFERENCES: add_holm(make_cells(paired_differences(runs, label))),
+    }
+    return {title: cells for title, cells in by_title.items() if cells}
 
 
-def make_cells(values: pd.DataFrame, differences: bool = False) -> pd.DataFrame:
-    """Cells of values that have a row, with intervals from three seeds on; one seed keeps its own, shares have none."""
-    rows = []
-    for (row, column), group in values.groupby(["row", "column"], sort=False):
-        cell = {"row": row, "column": column, "seeds": len(group), "mean": group["value"].mean()}
-        if len(group) >= SEEDS_FOR_AN_INTERVAL and column not in SHARES:
-            found = estimate_seeds(group)
-            half = float(found.half_width())
-            cell |= {"low": cell["mean"] - half, "high": cell["mean"] + half}
-            if differences:
-                cell |= {"p": float(found.p()), "detects": float(found.detects()), "needs": seeds_text(found)}
-        elif len(group) == 1 and "low" in group and not differences:
-            cell |= {"low": group["low"].iloc[0], "high": group["high"].iloc[0]}
-        rows.append(cell)
-    columns = ["row", "column", "seeds", "mean", "low", "high"]
-    if differences:
-        columns += ["p", "holm", "detects", "needs"]
-    return pd.DataFrame(rows, columns=columns)
-
-
-def tables(runs: Runs, labels: pd.Series, models: Sequence[str]) -> dict[str, pd.DataFrame]:
-    """Cells of the tables of one task by title: its finished runs, and these models before training."""
-    by_title = {}
-    for title, greedy in (("Accuracy", True), ("Accuracy of samples", False)):
-        before = accuracies(runs, "before", greedy)
-        before = before[before["run"].isin(models)].rename(columns={"run": "row"})
-        after = pd.concat([accuracies(runs, stage, greedy) for stage in ("after", "final")])
-        after = after.assign(row=after["run"].map(labels))
-        by_title[title] = pd.concat([make_cells(before).assign(seeds=0), make_cells(after)])
-    rewards = learning(runs)
-    by_title["Learning"] = make_cells(rewards.assign(row=rewards["run"].map(labels)))
-    by_title["Paired differences"] = add_holm(make_cells(paired_differences(runs, labels), differences=True))
-    return {title: by_title[title] for title in NOTES if len(by_title[title])}
-
-
-def add_holm(differences: pd.DataFrame) -> pd.DataFrame:
-    """The cells with holm, p adjusted for their number by Holm (1979)."""
-    tested = differences["p"].dropna().sort_values()
-    adjusted = (tested * np.arange(len(tested), 0, -1)).cummax().clip(upper=1)
-    return differences.assign(holm=adjusted)
+def add_holm(differences: Sequence[Cell]) -> list[Cell]:
+    """The cells with holm, where they have an estimate."""
+    p = pd.Series({i: float(cell.estimate.p()) for i, cell in enumerate(differences) if cell.estimate}, dtype=float)
+    adjusted = (p.sort_values() * np.arange(len(p), 0, -1)).cummax().clip(upper=1)
+    return [replace(cell, holm=adjusted.get(i)) for i, cell in enumerate(differences)]
 
 
 # Texts
 
 
-def table_texts(cells: pd.DataFrame) -> dict[str, str]:
+def table_texts(title: str, cells: Sequence[Cell]) -> dict[str, str]:
     """A table in 100 columns, by test, such as "gsm8k test, n = 1,319", or of differences by column."""
-    if "needs" in cells:
-        parts = {column: difference_table(part) for column, part in cells.groupby("column", sort=False)}
-    else:
-        names = cells["column"].str.rpartition(": ")  # "" is no test
-        by_test = cells.assign(column=names[2]).groupby(names[0], sort=False)
-        parts = {test: value_table(part) for test, part in by_test}
-    texts = {title: part.rename(index=one_line, columns=one_line) for title, part in parts.items()}
-    return {title: table.to_string(line_width=100) for title, table in texts.items()}
+    parts: dict[str, list[Cell]] = {}
+    for cell in cells:
+        test = cell.column if title == DIFFERENCES else cell.column.rpartition(": ")[0]  # "" is no test
+        parts.setdefault(test, []).append(cell)
+    frames = {test: (difference_table if title == DIFFERENCES else value_table)(part) for test, part in parts.items()}
+    frames = {test: frame.rename(index=one_line, columns=one_line) for test, frame in frames.items()}
+    return {test: frame.to_string(line_width=100) for test, frame in frames.items()}
 
 
-def value_table(cells: pd.DataFrame) -> pd.DataFrame:
+def value_table(cells: Sequence[Cell]) -> pd.DataFrame:
     """Texts: "86.8 [86.0, 87.5]", its number of seeds behind it where that is not the row's."""
-    seeds = cells.groupby("row", sort=False)["seeds"].max()
-    texts = pd.DataFrame("–", seeds.index, ["seeds", *cells["column"].drop_duplicates()])
-    texts = texts.rename_axis(None)
-    texts["seeds"] = seeds.astype(str).where(seeds > 0, "–")
-    for cell in cells.itertuples():
-        text = interval_text(cell)
-        if cell.seeds != seeds[cell.row]:
-            text += f" (n = {cell.seeds})"
-        texts.loc[cell.row, cell.column] = text
-    return texts
+    seeds = {cell.row: 0 for cell in cells}
+    for cell in cells:
+        seeds[cell.row] = max(seeds[cell.row], cell.seeds)
+    rows = {row: {"seeds": str(n or "–")} for row, n in seeds.items()}
+    for cell in cells:
+        measure = cell.column.rpartition(": ")[2]
+        rows[cell.row][measure] = str(cell) if cell.seeds == seeds[cell.row] else f"{cell} (n = {cell.seeds})"
+    columns = ["seeds", *dict.fromkeys(cell.column.rpartition(": ")[2] for cell in cells)]
+    return pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns).fillna("–")
 
 
-def difference_table(cells: pd.DataFrame) -> pd.DataFrame:
+def difference_table(cells: Sequence[Cell]) -> pd.DataFrame:
     """Texts of the differences in one column: a line for each pair."""
     lines = {}
-    for cell in cells.itertuples():
-        is_tested = pd.notna(cell.low)
+    for cell in cells:
+        found = cell.estimate
         lines[cell.row] = {
             "seeds": str(cell.seeds),
-            "difference": interval_text(cell) + ("*" if cell.holm < 0.05 else ""),
-            "detects": number_text(cell.column, cell.detects) if is_tested else "–",
-            "seeds for 1, 2, 5 points": cell.needs if is_tested else "–",
+            "difference": f"{cell}*" if found and cell.holm < 0.05 else str(cell),
+            "detects": number_text(cell.column, found.detects()) if found else "–",
+            "seeds for 1, 2, 5 points": found.seeds_text() if found else "–",
         }
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
-def interval_text(cell: Any) -> str:
-    """A cell's mean and interval, in percent where its column is."""
-    mean, low, high = (number_text(cell.column, number) for number in (cell.mean, cell.low, cell.high))
-    return f"{mean} [{low}, {high}]" if pd.notna(cell.low) else mean
+def unit(column: str) -> str:
+    """What follows a number of a column in a sentence."""
+    return " points" if column.endswith("(%)") else ""
 
 
 def number_text(column: str, number: float) -> str:
     """A number in a column's unit."""
-    factor, digits = (100, 1) if column.endswith("(%)") else (1, 3)
-    return f"{round(factor * number, digits) + 0.0:.{digits}f}"
+    factor, digits = (100, 1) if unit(column) else (1, 3)
+    return f"{round(factor * float(number), digits) + 0.0:.{digits}f}"

@@ -20,6 +20,7 @@ from pspo.cli.files import read_jsonl, write_text
 from pspo_lab.runs import Runs, read_runs
 from pspo_lab.settings import MODEL, SEED, SURROGATE, methods
 
+STAGE_COLUMNS = {"before": "untrained_accuracy", "after": "returned_accuracy", "final": "accuracy"}
 ROOMS = ("algorithm.", "model.", "optimizer.", "rollout.")
 
 
@@ -30,38 +31,30 @@ def varied_switches(configs: pd.DataFrame) -> pd.DataFrame:
     return varied.rename(columns=lambda name: name.removesuffix(".class_path").rpartition(".")[2])
 
 
-def summary_numbers(runs: Runs) -> pd.DataFrame:
-    """Accuracies in percent and the best step, by run, where runs were evaluated."""
-    values = runs.numbers
-    values = values[values["evaluation"].eq("summary")]
-    columns = {}
-    for name, stage, measure in (
-        ("accuracy", "final", "accuracy"),
-        ("returned_accuracy", "after", "accuracy"),
-        ("untrained_accuracy", "before", "accuracy"),
-        ("best_step", "run", "best_step"),
-    ):
-        chosen = values[(values["stage"] == stage) & (values["measure"] == measure)]
-        chosen = chosen[chosen["temperature"].isin(["0", 0]) | (stage == "run")]
-        columns[name] = chosen.set_index("run")["value"] * (100 if measure == "accuracy" else 1)
-    return pd.DataFrame(columns)
+def test_numbers(runs: Runs) -> pd.DataFrame:
+    """Accuracies of summaries, mean rewards and shares with the gold answer of evaluations, in percent, by run; greedy.
 
-
-def evaluation_numbers(runs: Runs) -> pd.DataFrame:
-    """Greedy mean rewards and shares with the gold answer, in percent, by run, of evaluations in the runs' folders."""
-    values = runs.numbers[runs.numbers["evaluation"].ne("summary")]
-    values = values[values["measure"].isin(["mean_reward", "gold_anywhere"]) & values["temperature"].isin(["0", 0])]
-    names = values["evaluation"] + "_" + values["measure"].str.replace("mean_", "")
-    values = values.assign(name=names, value=100 * values["value"])
-    before = values["stage"] == "before"
-    untrained = values[before].groupby(["model", "name"])["value"].first().unstack().add_prefix("untrained_")
-    trained = values[~before].pivot(index="run", columns="name", values="value")
-    return trained.join(untrained.reindex(runs.configs[MODEL]).set_index(runs.configs.index))
+    Of an evaluation's untrained model, too, for every run that began with it.
+    """
+    columns: dict[str, dict[str, float]] = {}
+    for test in runs.tests:
+        if test.temperature != "0":
+            continue
+        measures = {"accuracy": STAGE_COLUMNS[test.stage]}
+        if test.evaluation != "summary":
+            prefix = "untrained_" if test.stage == "before" else ""
+            names = {"mean_reward": "reward", "gold_anywhere": "gold_anywhere"}
+            measures = {measure: f"{prefix}{test.evaluation}_{name}" for measure, name in names.items()}
+        began_with = runs.configs.index[runs.configs[MODEL] == test.model]
+        for measure in measures.keys() & test.numbers.keys():
+            for run in began_with if test.run is None else [test.run]:
+                columns.setdefault(measures[measure], {})[run] = 100 * test.numbers[measure].value
+    return pd.DataFrame(columns, index=runs.configs.index)
 
 
 def condense(runs: Runs) -> pd.DataFrame:
     """A row per finished run, in order of experiments and settings."""
-    runs = runs.take(runs.finished())
+    runs = runs.finished
     configs = runs.configs
     rollouts = runs.metrics.sort_values("step").groupby("run")
     rows = pd.DataFrame({"experiment": configs["experiments"].map(lambda paths: Path(paths[0]).name)})
@@ -71,7 +64,8 @@ def condense(runs: Runs) -> pd.DataFrame:
     if "kl_sampler_old" in runs.metrics:
         rows["kl_sampler_old"] = rollouts["kl_sampler_old"].mean()
     rows["validation"] = rollouts["validation_reward"].last()
-    return rows.join(summary_numbers(runs)).join(evaluation_numbers(runs)).dropna(axis="columns", how="all")
+    rows["best_step"] = [runs.folders[run].summary.get("best_step") for run in configs.index]
+    return rows.join(test_numbers(runs)).dropna(axis="columns", how="all")
 
 
 def answers(folders: list[Path], table: pd.DataFrame, name: str, problems: Path) -> pd.DataFrame:
