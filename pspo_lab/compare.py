@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -27,6 +28,13 @@ that so many seeds and problems find at 80% power; then the seeds that would fin
 0.01, 0.02, 0.05) on so many problems, "-" if no {MOST_SEEDS:,} would: take more problems."""
 
 
+class Side(NamedTuple):
+    """One of the two that are compared: its name, and its files of completions by seed (None: of an evaluation)."""
+
+    name: str
+    files: dict[int | None, Path]
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Print the differences B - A, paired by problem, and by seed where there are several."""
     parser = argparse.ArgumentParser("pspo compare", description=__doc__)
@@ -35,12 +43,14 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=what)
     paths = parser.parse_args(args).paths
     with user_errors("pspo compare"):
-        sides = [completions_files(local_path(path)) for path in paths]
-        if len(sides) == 1 and None not in sides[0]:
-            sides.insert(0, {seed: file.with_name("test-before.jsonl") for seed, file in sides[0].items()})
+        sides = [Side(one_line(str(path)), completions_files(local_path(path))) for path in paths]
+        if len(sides) == 1 and None not in sides[0].files:
+            name, files = sides[0]
+            before = {seed: file.with_name("test-before.jsonl") for seed, file in files.items()}
+            sides = [Side(f"{name} before training", before), Side(f"{name} after it", files)]
         if len(sides) != 2:
             raise ValueError(f"pspo compare takes two evaluations, or one run; got {len(sides)}")
-        text = comparison(paths, *sides)
+        text = comparison(*sides)
     print(text)
 
 
@@ -62,64 +72,65 @@ def completions_files(path: Path) -> dict[int | None, Path]:
     return files
 
 
-def comparison(paths: Sequence[Path], a_files: dict[int | None, Path], b_files: dict[int | None, Path]) -> str:
+def comparison(a: Side, b: Side) -> str:
     """The differences at each temperature that both have, as text; ValueError if the problems are not the same."""
-    pair = f"{paths[0]} and {paths[-1]}"
-    if len(a_files) > 1 and len(b_files) > 1:  # one seed stands beside any number
-        seeds = sorted(a_files.keys() & b_files.keys())
+    pair = f"{a.name} and {b.name}"
+    if len(a.files) > 1 and len(b.files) > 1:  # one seed stands beside any number
+        seeds = sorted(a.files.keys() & b.files.keys())
         if not seeds:
             raise ValueError(f"{pair} have no seed in common")
-        a_files = {seed: a_files[seed] for seed in seeds}
-        b_files = {seed: b_files[seed] for seed in seeds}
-    evaluations = [read_problems(file) for file in [*a_files.values(), *b_files.values()]]
-    n_seeds = max(len(a_files), len(b_files))
-    names = [one_line(str(path)) for path in paths]
-    if len(names) == 1:
-        names = [f"{names[0]} before training", f"{names[0]} after it"]
-    parts = [f"A  {names[0]}\nB  {names[1]}"]
-    for temperature in [name for name in evaluations[0] if all(name in one for one in evaluations)]:
-        frames = [one[temperature] for one in evaluations]
-        for frame in frames:
-            if not frame.index.equals(frames[0].index):
-                counts = f"({len(frames[0]):,} and {len(frame):,}, in order)"
-                raise ValueError(f"{pair} are not of the same problems {counts}")
-        rows = {}
-        for name in frames[0]:
-            if name in MEANS or name.endswith("@1") or not all(name in frame for frame in frames):  # @1: accuracy
-                continue
-            values = np.stack([frame[name] for frame in frames])  # (seeds of A and of B, problems)
-            values = values[:, ~np.isnan(values).any(axis=0)]
-            if values.size:
-                rows[measure_name(name)] = row(name, values[: len(a_files)], values[len(a_files) :])
-        title = f"T = {temperature}, {len(frames[0]):,} problems" + (f", {n_seeds} seeds" if n_seeds > 1 else "")
-        parts.append(table(title, pd.DataFrame.from_dict(rows, orient="index")))
-    if len(parts) == 1:
+        a, b = (Side(side.name, {seed: side.files[seed] for seed in seeds}) for side in (a, b))
+    evaluations = [read_problems(file) for file in (*a.files.values(), *b.files.values())]
+    temperatures = [name for name in evaluations[0] if all(name in one for one in evaluations)]
+    if not temperatures:
         raise ValueError(f"{pair} have no temperature in common")
+    n_seeds = max(len(a.files), len(b.files))
+    parts = [f"A  {a.name}\nB  {b.name}"]
+    for temperature in temperatures:
+        frames = [one[temperature] for one in evaluations]
+        n_problems = [len(frame) for frame in frames if not frame.index.equals(frames[0].index)]
+        if n_problems:
+            counts = f"({len(frames[0]):,} and {n_problems[0]:,}, in order)"
+            raise ValueError(f"{pair} are not of the same problems {counts}")
+        title = f"T = {temperature}, {len(frames[0]):,} problems" + (f", {n_seeds} seeds" if n_seeds > 1 else "")
+        rows = measure_rows(frames[: len(a.files)], frames[len(a.files) :])
+        parts.append(table(title, pd.DataFrame.from_dict(rows, orient="index")))
     return "\n\n".join([*parts, SEVERAL if n_seeds > 1 else ONE_SEED])
+
+
+def measure_rows(a: Sequence[pd.DataFrame], b: Sequence[pd.DataFrame]) -> dict[str, dict[str, str]]:
+    """The lines of a table by measure, from the values of the same problems under each seed."""
+    rows = {}
+    for name in a[0]:
+        if name in MEANS or name.endswith("@1") or not all(name in frame for frame in (*a, *b)):  # @1: accuracy
+            continue
+        values = np.stack([frame[name] for frame in (*a, *b)])  # (seeds of A and of B, problems)
+        values = values[:, ~np.isnan(values).any(axis=0)]
+        if values.size:
+            rows[measure_name(name)] = row(name, values[: len(a)], values[len(a) :])
+    return rows
 
 
 def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str]:
     """The line of a measure, by column, with values (seeds, n) of each problem."""
     difference = b - a
     found = estimate(difference)
-    interval = (found.mean - found.half_width(), found.mean + found.half_width())
     p = found.p()
-    further = {}
+    only = {}
     if len(difference) == 1:
-        further["only A : only B"] = "-"
+        only["only A : only B"] = "-"
         if np.isin([a, b], (0, 1)).all() and difference.any():
             worse = int((difference < 0).sum())
             better = int((difference > 0).sum())
-            further["only A : only B"] = f"{worse} : {better}"
+            only["only A : only B"] = f"{worse} : {better}"
             p = binomtest(better, worse + better).pvalue
-    texts = {
+    seeds = {"seeds for 1, 2, 5 points": found.seeds_text()} if len(difference) > 1 else {}
+    return {
         "A": as_text(name, float(a.mean())),
         "B": as_text(name, float(b.mean())),
-        "B - A [95%]": as_text(name, {"value": float(found.mean), "ci95": interval}),
+        "B - A [95%]": as_text(name, {"value": float(found.mean), "ci95": found.interval()}),
         "p": f"{p:.2g}",
-        **further,
+        **only,
         "detects": as_text(name, float(found.detects())),
+        **seeds,
     }
-    if len(difference) > 1:
-        texts["seeds for 1, 2, 5 points"] = found.seeds_text()
-    return texts

@@ -49,6 +49,10 @@ class Estimate(NamedTuple):
         sem, df = self.spread(self.n_seeds)
         return t.ppf(1 - LEVEL / 2, df) * sem
 
+    def interval(self) -> tuple[Number, Number]:
+        """The 95% interval."""
+        return self.mean - self.half_width(), self.mean + self.half_width()
+
     def p(self) -> Number:
         """Two-sided p-value of a mean of 0; 1 where all values are 0."""
         sem, df = self.spread(self.n_seeds)
