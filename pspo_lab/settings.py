@@ -50,14 +50,20 @@ def plain_switches(switches: dict[str, Any]) -> dict[str, Any]:
 def defaults(class_path: str = "") -> dict[str, Any]:
     """The default of every switch, as `Runs.configs` has it, with the arguments of a surrogate of `pspo.losses`."""
     from pspo.cli.parse import make_config  # slow to import: torch
-    from pspo.cli.values import class_names
     from pspo.config import TrainConfig
-    from pspo.losses import Surrogate
 
-    is_known = class_path.removeprefix("pspo.losses.") in class_names(Surrogate)
-    words = [f"--{SURROGATE.removesuffix('.class_path')}={class_path}"] if is_known else []
-    switches = plain_switches(flat(make_config(TrainConfig, "pspo", words, {})[1]))
-    return {name: value for name, value in switches.items() if is_known or not name.startswith(ARGUMENT)}
+    switches = plain_switches(flat(make_config(TrainConfig, "pspo", [], {})[1]))
+    arguments = {ARGUMENT + name: value for name, value in default_arguments(class_path).items()}
+    return {name: value for name, value in switches.items() if not name.startswith(ARGUMENT)} | arguments
+
+
+def default_arguments(class_path: str) -> dict[str, Any]:
+    """Defaults of a class's arguments, of our own rewards and losses: nothing else that a file names is imported."""
+    module, _, name = str(class_path).rpartition(".")
+    if module not in ("pspo.tasks", "pspo.losses"):
+        return {}
+    cls = getattr(importlib.import_module(module), name, dict)
+    return {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
 
 
 def setting_numbers(configs: pd.DataFrame, ignore: Sequence[str] = ()) -> pd.Series:
@@ -81,20 +87,17 @@ def labels(configs: pd.DataFrame) -> pd.Series:
     """
     short = short_names(configs)
     value_texts = configs.apply(short_values)
+    names = sorted(name for name in configs if name.startswith(ARGUMENT))
+    names += [name for name in differing(configs) if not name.startswith(ARGUMENT)]
     texts = {}
-    switches = [name for name in differing(configs) if not name.startswith(ARGUMENT)]
-    for method, runs in configs.groupby(methods(configs)):
-        arguments = [name for name in sorted(runs) if name.startswith(ARGUMENT)]
-        default_values = defaults(str(runs[SURROGATE].iloc[0])) | {RATE: None}
-        for run, values in runs[arguments + switches].iterrows():
-            parts = [
-                f"{short[name]}={value_texts.loc[run, name]}"
-                for name, value in values.dropna().items()
-                if value != default_values.get(name)
-            ]
-            text = f"{method} ({', '.join(parts)})" if parts else method
-            texts[run] = one_line(text).replace(" - ", " – ")  # " - " stands between two labels
-    return pd.Series(texts, dtype=object).reindex(configs.index)
+    for run, method in methods(configs).items():
+        usual = defaults(configs.at[run, SURROGATE]) | {RATE: None}
+        values = configs.loc[run, names].dropna()
+        changed = [name for name, value in values.items() if value != usual.get(name)]
+        parts = [f"{short[name]}={value_texts.at[run, name]}" for name in changed]
+        text = f"{method} ({', '.join(parts)})" if parts else method
+        texts[run] = one_line(text).replace(" - ", " – ")  # " - " stands between two labels
+    return pd.Series(texts, dtype=object)
 
 
 def differing(configs: pd.DataFrame) -> list[str]:
@@ -139,7 +142,7 @@ def short_value(value: Any) -> str:
     if isinstance(value, dict) and "weight" in value:
         return f"{value['weight']:g} {short_value(value['reward'])}".removeprefix("1 ")
     if isinstance(value, dict) and "class_path" in value:
-        usual = usual_arguments(value["class_path"])
+        usual = default_arguments(value["class_path"])
         changed = {name: part for name, part in value.get("init_args", {}).items() if part != usual.get(name, ...)}
         arguments = ", ".join(f"{name}={short_value(part)}" for name, part in changed.items())
         return short_value(value["class_path"]) + (f"({arguments})" if arguments else "")
@@ -147,12 +150,3 @@ def short_value(value: Any) -> str:
         return ", ".join(f"{name}: {short_value(part)}" for name, part in value.items())
     text = re.sub(r"(?<![\w./-])[\w./-]*[./](?=[A-Za-z_])", "", " ".join(str(value).split()))
     return text if len(text) <= LONG else f"{text[: LONG - 1]}…"
-
-
-def usual_arguments(class_path: str) -> dict[str, Any]:
-    """Defaults of a class's arguments, of our own rewards and losses: nothing else that a file names is imported."""
-    module, _, name = str(class_path).rpartition(".")
-    if module not in ("pspo.tasks", "pspo.losses"):
-        return {}
-    cls = getattr(importlib.import_module(module), name, dict)
-    return {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
