@@ -10,7 +10,7 @@ import argparse
 import html
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from textwrap import fill, indent
@@ -31,6 +31,7 @@ from pspo_lab.tables import (
     SEEDS_FOR_AN_INTERVAL,
     Cell,
     Value,
+    amount,
     main_values,
     make_cells,
     noise_floor,
@@ -66,15 +67,12 @@ class Task:
 
 def split_tasks(runs: Runs) -> list[Task]:
     """Each model with each training data is a task, and so are the evaluations of all other models."""
-    groups = runs.configs.groupby([MODEL, DATA]).groups.items()
-    tasks = {f"{model} on {data}": ([model], list(names)) for (model, data), names in groups}
+    tasks = []
+    for (model, data), names in runs.configs.groupby([MODEL, DATA]).groups.items():
+        tasks.append(Task(f"{model} on {data}", runs.take(names, {model})))
     if others := {test.model for test in runs.tests} - set(runs.configs[MODEL]):
-        tasks["Other evaluations"] = (sorted(others), [])
-    parts = []
-    for title, (models, names) in tasks.items():
-        part = runs.take(names)
-        parts.append(Task(title, replace(part, tests=[test for test in part.tests if test.model in models])))
-    return parts
+        tasks.append(Task("Other evaluations", runs.take([], others)))
+    return tasks
 
 
 def write_report(runs: Runs, output: Path) -> tuple[list[str], list[Path]]:
@@ -135,8 +133,8 @@ def describe_result(task: Task) -> Iterator[str]:
             best += f" (untrained {number_text(column, cell.mean)})"
     what = f"{measure} on {test}" if test else measure
     if others:
-        by = number_text(column, winner.mean - others[0].mean)
-        yield f"{winner.row} came first with {best} {what}, {by}{unit(column)} above {others[0].row}."
+        by = amount(column, winner.mean - others[0].mean)
+        yield f"{winner.row} came first with {best} {what}, {by} above {others[0].row}."
         seeds = task.runs.configs[SEED]
         first, second = ({seeds[v.run]: v for v in values if v.row == cell.row} for cell in (winner, others[0]))
         yield describe_luck([first[seed] - second[seed] for seed in first if seed in second])
@@ -144,7 +142,7 @@ def describe_result(task: Task) -> Iterator[str]:
         yield f"{winner.row} reached {best} {what}; there is no second setting."
     sd, df = noise_floor(values)
     if df:
-        floor = f"{number_text(column, sd)}{unit(column)} (standard deviation, {df} degrees of freedom)"
+        floor = f"{amount(column, sd)} (standard deviation, {df} degrees of freedom)"
         yield f"Noise floor: two runs of one setting with different seeds differ by {floor}."
     tested = [cell.holm for cell in task.tables.get(DIFFERENCES, []) if cell.holm is not None]
     if tested:
@@ -162,7 +160,7 @@ def describe_luck(differences: Sequence[Value]) -> str:
         return f"That is more than luck: {cell}{unit(cell.column)} over {seeds} seeds and their problems."
     text = f"That cannot be told from luck: {cell}{unit(cell.column)}"
     if cell.estimate.detects() > 0:
-        text += f"; {seeds} seeds would detect {number_text(cell.column, cell.estimate.detects())}{unit(cell.column)}"
+        text += f"; {seeds} seeds would detect {amount(cell.column, cell.estimate.detects())}"
     return f"{text}."
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -124,11 +124,13 @@ class Runs:
         parts = [self.folders[run].metrics.assign(run=run) for run in self.configs.index]
         return pd.concat(parts or [pd.DataFrame(columns=["run", "step"])], ignore_index=True)
 
-    def take(self, runs: Sequence[str]) -> "Runs":
-        """These runs, in this order, and the tests of models that no run trained."""
-        place: dict[str | None, int] = {None: len(runs)} | {run: i for i, run in enumerate(runs)}
-        tests = sorted((test for test in self.tests if test.run in place), key=lambda test: place[test.run])
-        return replace(self, configs=self.configs.loc[runs], tests=tests)
+    def take(self, runs: Iterable[str], models: Container[str] | None = None) -> "Runs":
+        """These runs, in this order, with their tests and those of (unset, all) models that no run trained."""
+        place: dict[str | None, int] = {run: i for i, run in enumerate(runs)}
+        configs = self.configs.loc[list(place)]
+        place[None] = len(place)
+        tests = [test for test in self.tests if test.run in place and (models is None or test.model in models)]
+        return replace(self, configs=configs, tests=sorted(tests, key=lambda test: place[test.run]))
 
     @cached_property
     def finished(self) -> "Runs":
@@ -205,7 +207,7 @@ def sort_runs(runs: Runs) -> Runs:
     for run, other in first[first != first.index].items():
         warn(f"{run}: the same setting and seed as {other}, whatever code it ran; left out")
         configs.at[other, "experiments"] += configs.at[run, "experiments"]
-    return runs.take(list(first.unique()))
+    return runs.take(first.unique())
 
 
 def read_run(folder: Path) -> LabRun:

@@ -20,7 +20,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -37,10 +37,10 @@ from pspo.endings import EXIT_INTERRUPTED, EXIT_STOPPED, user_errors
 from pspo.tasks.files import local_path
 from pspo.terminal import Bar
 from pspo_lab.power import Estimate
-from pspo_lab.runs import read_runs, run_folders
+from pspo_lab.runs import Runs, read_runs, run_folders
 from pspo_lab.settings import labels
 from pspo_lab.sweep_plan import MODEL, WEIGHTS, Job, Method, SweepConfig, make_plan, switch_words
-from pspo_lab.tables import main_values, noise_floor, number_text
+from pspo_lab.tables import amount, main_values, noise_floor
 
 
 class JobRunner:
@@ -145,7 +145,7 @@ def main(args: Sequence[str] | None = None) -> None:
         plan = make_plan(sweep)
         if sweep.dry_run:
             show_plan(plan)
-            return print(describe_pilot(sweep, plan))
+            return print("", *describe_pilot(sweep, plan), sep="\n")
         run_plan(sweep, plan)
 
 
@@ -160,40 +160,40 @@ def show_plan(plan: list[Method]) -> None:
     print(f"\n{table.groupby(['experiment', 'stage'], sort=False).sum()}\n\n{table.sum(numeric_only=True).to_string()}")
 
 
-def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> str:
-    """What each experiment's seeds can detect, and the time that all runs take, as far as a pilot or a number says."""
-    if sweep.sd is None and sweep.pilot is None:
-        return "\nWhat can these seeds detect? --pilot RUNS or --sd POINTS says it, and a pilot the hours."
-    lines = [""]
+def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
+    """Lines: the time that all runs take, the noise floor, and what the seeds of each experiment detect."""
     sd = sweep.sd and sweep.sd / 100
     column = "(%)"
     if sweep.pilot is not None:
-        runs = read_runs(run_folders([sweep.pilot]))
-        runs = runs.finished
-        values = main_values(runs, labels(runs.configs))
+        pilot = read_runs(run_folders([sweep.pilot])).finished
+        yield describe_time(pilot, [job for method in plan for job in planned_jobs(method) if not job.trained])
         if sd is None:
+            values = main_values(pilot, labels(pilot.configs))
             sd, df = noise_floor(values)
             if not df:
                 raise ValueError(f"--pilot {sweep.pilot} takes two finished seeds of a setting; or give --sd")
             column = values[0].column
-        summaries = [runs.folders[run].summary for run in runs.configs.index]
-        seconds = sum(summary["seconds"] for summary in summaries) / sum(s["optimizer_steps"] for s in summaries)
-        jobs = [job for method in plan for job in planned_jobs(method) if not job.trained]
-        steps = sum(job.config["run"]["max_steps"] for job in jobs)
-        device = read_json(Path(runs.configs.index[0], "environment.json")).get("device", "machine")
-        hours = f"{seconds * steps / 3600:.1f} hours of the pilot's {device}"
-        lines.append(f"{steps:,} optimizer steps take about {hours}: {seconds:.2f} s each there.")
-    unit = " points" if column.endswith("(%)") else ""
-    floor = f"{number_text(column, sd)}{unit}"
-    lines.append(f"Noise floor: two seeds of one setting differ by {floor} (standard deviation).")
+    if sd is None:
+        yield "What can these seeds detect? --pilot RUNS or --sd POINTS says it, and a pilot the hours."
+        return
+    yield f"Noise floor: two seeds of one setting differ by {amount(column, sd)} (standard deviation)."
     for name in dict.fromkeys(method.experiment for method in plan):
         found = Estimate(0.0, sd**2, 0.0, len(sweep.experiments[name].seeds), 1)
         if found.n_seeds > 1:
-            lines.append(
-                f"{name}: {found.n_seeds} seeds detect {number_text(column, float(found.detects()))}{unit} between two "
-                f"settings at 80% power; 1, 2, 5 points take {found.seeds_text()} seeds."
+            detected = (
+                f"{found.n_seeds} seeds detect {amount(column, found.detects())} between two settings at 80% power"
             )
-    return "\n".join(lines)
+            yield f"{name}: {detected}; 1, 2, 5 points take {found.seeds_text()} seeds."
+
+
+def describe_time(pilot: Runs, jobs: Sequence[Job]) -> str:
+    """A sentence: the time that the jobs take at the pilot's seconds a step."""
+    summaries = [pilot.folders[run].summary for run in pilot.configs.index]
+    seconds = sum(summary["seconds"] for summary in summaries) / sum(one["optimizer_steps"] for one in summaries)
+    steps = sum(job.config["run"]["max_steps"] for job in jobs)
+    device = read_json(Path(pilot.configs.index[0], "environment.json")).get("device", "machine")
+    hours = f"{seconds * steps / 3600:.1f} hours of the pilot's {device}"
+    return f"{steps:,} optimizer steps take about {hours}: {seconds:.2f} s each there."
 
 
 def planned_jobs(method: Method) -> list[Job]:

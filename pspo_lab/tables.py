@@ -310,6 +310,11 @@ def unit(column: str) -> str:
     return " points" if column.endswith("(%)") else ""
 
 
+def amount(column: str, number: float) -> str:
+    """A number of a column in a sentence."""
+    return f"{number_text(column, number)}{unit(column)}"
+
+
 def number_text(column: str, number: float) -> str:
     """A number in a column's unit."""
     factor, digits = (100, 1) if unit(column) else (1, 3)
