@@ -23,22 +23,20 @@ from pspo.tasks.files import local_path
 from pspo.terminal import one_line
 from pspo_lab.figures import draw_curves
 from pspo_lab.identities import describe_identities
+from pspo_lab.labels import labels, shared_sentence
 from pspo_lab.runs import Runs, read_runs, run_folders
-from pspo_lab.settings import DATA, MODEL, SEED, labels, shared_sentence
+from pspo_lab.settings import DATA, MODEL, SEED
 from pspo_lab.tables import (
     DIFFERENCES,
     NOTES,
     SEEDS_FOR_AN_INTERVAL,
     Cell,
     Value,
-    amount,
     main_values,
     make_cells,
     noise_floor,
-    number_text,
     table_texts,
     tables,
-    unit,
 )
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm", "detects", "needs"]
@@ -126,23 +124,22 @@ def describe_result(task: Task) -> Iterator[str]:
         return
     winner, *others = sorted(make_cells(values), key=lambda cell: -cell.mean)
     column = winner.column
-    test, _, measure = column.removesuffix(" (%)").rpartition(": ")
-    best = number_text(column, winner.mean) + ("%" if unit(column) else "")
+    best = column.number(winner.mean) + ("%" if column.is_share else "")
     for cell in task.tables.get("Accuracy", []):
         if cell.column == column and not cell.seeds:
-            best += f" (untrained {number_text(column, cell.mean)})"
-    what = f"{measure} on {test}" if test else measure
+            best += f" (untrained {column.number(cell.mean)})"
+    best += f" {column.measure} on {column.test}" if column.test else f" {column.measure}"
     if others:
-        by = amount(column, winner.mean - others[0].mean)
-        yield f"{winner.row} came first with {best} {what}, {by} above {others[0].row}."
+        by = column.amount(winner.mean - others[0].mean)
+        yield f"{winner.row} came first with {best}, {by} above {others[0].row}."
         seeds = task.runs.configs[SEED]
         first, second = ({seeds[v.run]: v for v in values if v.row == cell.row} for cell in (winner, others[0]))
         yield describe_luck([first[seed] - second[seed] for seed in first if seed in second])
     else:
-        yield f"{winner.row} reached {best} {what}; there is no second setting."
+        yield f"{winner.row} reached {best}; there is no second setting."
     sd, df = noise_floor(values)
     if df:
-        floor = f"{amount(column, sd)} (standard deviation, {df} degrees of freedom)"
+        floor = f"{column.amount(sd)} (standard deviation, {df} degrees of freedom)"
         yield f"Noise floor: two runs of one setting with different seeds differ by {floor}."
     tested = [cell.holm for cell in task.tables.get(DIFFERENCES, []) if cell.holm is not None]
     if tested:
@@ -157,10 +154,10 @@ def describe_luck(differences: Sequence[Value]) -> str:
         return f"That cannot be told from luck: seeds that both have: {seeds}, and it takes {SEEDS_FOR_AN_INTERVAL}."
     (cell,) = make_cells(differences)
     if cell.estimate.p() < 0.05:
-        return f"That is more than luck: {cell}{unit(cell.column)} over {seeds} seeds and their problems."
-    text = f"That cannot be told from luck: {cell}{unit(cell.column)}"
+        return f"That is more than luck: {cell}{cell.column.unit} over {seeds} seeds and their problems."
+    text = f"That cannot be told from luck: {cell}{cell.column.unit}"
     if cell.estimate.detects() > 0:
-        text += f"; {seeds} seeds would detect {amount(cell.column, cell.estimate.detects())}"
+        text += f"; {seeds} seeds would detect {cell.column.amount(cell.estimate.detects())}"
     return f"{text}."
 
 

@@ -7,9 +7,7 @@ seeds of one setting. What cannot be read is named on stderr and left out.
 import functools
 import json
 import os
-import re
 import sys
-import zlib
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,25 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from pspo.cli.files import DAMAGE, flat, named_damage, read_config, read_json, read_jsonl
+from pspo.cli.files import DAMAGE, named_damage, read_json, read_jsonl
 from pspo.evaluate.statistics import at_k, measures
 from pspo.tasks.files import local_path
 from pspo.terminal import one_line
-from pspo_lab.settings import (
-    DATA,
-    MODEL,
-    SEED,
-    SURROGATE,
-    defaults,
-    labels,
-    not_compared,
-    plain_switches,
-    setting_numbers,
-)
+from pspo_lab.labels import labels
+from pspo_lab.settings import DATA, MODEL, SEED, SURROGATE, not_compared, read_switches, setting_numbers
 
 STAGES = ("before", "after", "final")  # of a run: its model before training, the returned and the last one
-OF_A_SEED = r"(?<=seed-)\d+|\d{8}-\d{6}(-\d+)?"  # in the names of sweeps' runs, and of runs without a name
-
 Row = dict[str, Any]
 
 
@@ -77,33 +64,26 @@ class Test:
     """How well a model did on some problems.
 
     Attributes:
-        run: unset for an evaluation of a model that no run trained.
+        run: None for a model that no run trained.
         stage: one of `STAGES`.
         model: that the run began with.
         evaluation: "summary", or the name of the evaluation's folder.
+        problems: such as "gsm8k test, n = 1,319".
         limit: tokens of a completion.
         temperature: "0" is greedy.
         file: of the completions.
+        numbers: by measure.
     """
 
     run: str | None
     stage: str
     model: str
     evaluation: str
-    data: str
-    split: str
-    n: int
+    problems: str
     limit: int | None
     temperature: str
     file: Path
-    numbers: dict[str, Number]  # by measure
-
-    def shown_measures(self) -> list[str]:
-        """The measures of a report: accuracies, of samples also pass@k and maj@k; without gold answers the reward."""
-        shown = r"accuracy|gold_anywhere" if self.temperature == "0" else r"accuracy|gold_anywhere|(pass|maj)@.*"
-        if "accuracy" not in self.numbers:
-            shown += "|mean_reward"
-        return [measure for measure in self.numbers if re.fullmatch(shown, measure)]
+    numbers: dict[str, Number]
 
 
 @dataclass(frozen=True)
@@ -216,39 +196,6 @@ def read_run(folder: Path) -> LabRun:
     return LabRun(folder, read_switches(folder), read_metrics(folder), summary)
 
 
-def read_switches(folder: Path) -> Row:
-    """Switches as `LabRun` has them, with the defaults of those that a configuration of ours lacks."""
-    switches = flat(read_config(folder / "config.yaml"))
-    " ".join(map(str, [*switches, *switches.values()])).encode()  # raises where half a surrogate pair is: no text
-    if switches.get(DATA) == "file":  # of which there are many
-        path = switches.get("data.path")
-        switches[DATA] = problems_fingerprint(folder, Path(str(path))) or path
-    experiment = folder.parent.parent
-    full = experiment.with_name(experiment.name.removesuffix("-search"))
-    if full != experiment and (full / "selection.json").exists():
-        switches["search"] = True  # its runs choose, and confirm nothing
-    if switches.get("run.fork_from"):
-        switches["forked"] = re.sub(OF_A_SEED, "*", str(switches["run.fork_from"]))
-    named = {
-        MODEL: str(switches.get(MODEL) or "unknown"),
-        DATA: str(switches.get(DATA) or local_path(folder)),
-        SEED: int(str(switches.get(SEED) or 0)),
-        SURROGATE: str(switches.get(SURROGATE) or switches.get("trainer") or "unknown"),
-    }
-    known = {} if "trainer" in switches else defaults(named[SURROGATE])
-    return known | plain_switches(switches) | named
-
-
-def problems_fingerprint(folder: Path, path: Path) -> str | None:
-    """A name by content for the problems that `pspo.train` wrote into each run's folder; None for other files."""
-    for run in (folder, *folder.parents):  # an evaluation's is above it
-        files = sorted((run / "data").glob("*.jsonl"))
-        if path.name == "data" and (run / "data/.of_a_run").exists():  # wherever the run is now
-            content = b"".join(file.name.encode() + file.read_bytes() for file in files)
-            return f"problems {zlib.crc32(content):08x}"
-    return None
-
-
 def read_metrics(folder: Path) -> pd.DataFrame:
     """The rollouts in order of steps, the last record of each; NaN where a value was not finite."""
     records = read_jsonl(folder / "metrics.jsonl")
@@ -269,8 +216,8 @@ def summary_tests(run: LabRun) -> Iterator[Test]:
             continue
         files = [run.folder / f"test-{name}.jsonl" for name in (stage, "after")]  # one test if the best is the last
         file = next((file for file in files if file.exists()), files[0])
-        about = (run.name, stage, config[MODEL], "summary", config[DATA], "test")
-        yield Test(*about, result["n"], limit, "0", file, read_numbers(result))
+        problems = f"{config[DATA]} test, n = {result['n']:,}"
+        yield Test(run.name, stage, config[MODEL], "summary", problems, limit, "0", file, read_numbers(result))
 
 
 def evaluation_tests(folder: Path, runs: dict[str, LabRun]) -> Iterator[Test]:
@@ -280,29 +227,25 @@ def evaluation_tests(folder: Path, runs: dict[str, LabRun]) -> Iterator[Test]:
     candidates = map(str, (model.resolve().parent, folder, *folder.parents))  # of RUN/best, or somewhere in RUN
     run = next((runs[candidate] for candidate in candidates if candidate in runs), None)
     began_with = results["model"] if run is None else run.switches[MODEL]
-    stage = "before"
+    name, stage = None, "before"
     if os.path.abspath(results["model"]) != os.path.abspath(began_with):
-        stage = trained_stage(results, run)
+        name, stage = run.name, trained_stage(model, results.get("step"), run)
     data = read_switches(folder)[DATA] if results["data"] == "file" else results["data"]
-    limit = results.get("max_completion_tokens")
-    about = (None if stage == "before" else run.name, stage, began_with, folder.name, data, results["split"])
-    file = folder / "completions.jsonl"
+    problems = f"{data} {results['split']}, n = {results['n']:,}"
+    about = (name, stage, began_with, folder.name, problems, results.get("max_completion_tokens"))
     for temperature, result in results["temperatures"].items():
-        yield Test(*about, results["n"], limit, temperature, file, read_numbers(result))
+        yield Test(*about, temperature, folder / "completions.jsonl", read_numbers(result))
 
 
-def trained_stage(results: Row, run: LabRun) -> str:
-    """Whether an evaluation is of the model that the run returned or of its final one; ValueError if it is neither."""
-    model = Path(results["model"])
-    best = Path(run.summary.get("best_model", "best")).name
-    stages = {"final": "final", best: "after"}
+def trained_stage(model: Path, step: int | None, run: LabRun) -> str:
+    """The stage of an evaluation's model; ValueError for one that its run did not return or has since replaced."""
+    stages = {"final": "final", Path(run.summary.get("best_model", "best")).name: "after"}
     if model.name not in stages:
         raise ValueError(f"evaluates {model}, neither the model that the run returned nor its final one")
     stage = stages[model.name]
-    evaluated = results.get("step")
-    step = run.summary.get("optimizer_steps" if stage == "final" else "best_step", evaluated)
-    if evaluated not in (None, step):
-        raise ValueError(f"evaluates step {evaluated}, and this model of the run is step {step}'s by now")
+    newest = run.summary.get("optimizer_steps" if stage == "final" else "best_step", step)
+    if step not in (None, newest):
+        raise ValueError(f"evaluates step {step}, and this model of the run is step {newest}'s by now")
     return stage
 
 

@@ -36,11 +36,11 @@ from pspo.cli.parse import parse
 from pspo.endings import EXIT_INTERRUPTED, EXIT_STOPPED, user_errors
 from pspo.tasks.files import local_path
 from pspo.terminal import Bar
+from pspo_lab.labels import labels
 from pspo_lab.power import Estimate
 from pspo_lab.runs import Runs, read_runs, run_folders
-from pspo_lab.settings import labels
 from pspo_lab.sweep_plan import MODEL, WEIGHTS, Job, Method, SweepConfig, make_plan, switch_words
-from pspo_lab.tables import amount, main_values, noise_floor
+from pspo_lab.tables import Column, main_values, noise_floor
 
 
 class JobRunner:
@@ -163,7 +163,7 @@ def show_plan(plan: list[Method]) -> None:
 def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
     """Lines: the time that all runs take, the noise floor, and what the seeds of each experiment detect."""
     sd = sweep.sd and sweep.sd / 100
-    column = "(%)"
+    column = Column("", "", is_share=True)
     if sweep.pilot is not None:
         pilot = read_runs(run_folders([sweep.pilot])).finished
         yield describe_time(pilot, [job for method in plan for job in planned_jobs(method) if not job.trained])
@@ -176,12 +176,12 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
     if sd is None:
         yield "What can these seeds detect? --pilot RUNS or --sd POINTS says it, and a pilot the hours."
         return
-    yield f"Noise floor: two seeds of one setting differ by {amount(column, sd)} (standard deviation)."
+    yield f"Noise floor: two seeds of one setting differ by {column.amount(sd)} (standard deviation)."
     for name in dict.fromkeys(method.experiment for method in plan):
         found = Estimate(0.0, sd**2, 0.0, len(sweep.experiments[name].seeds), 1)
         if found.n_seeds > 1:
             detected = (
-                f"{found.n_seeds} seeds detect {amount(column, found.detects())} between two settings at 80% power"
+                f"{found.n_seeds} seeds detect {column.amount(found.detects())} between two settings at 80% power"
             )
             yield f"{name}: {detected}; 1, 2, 5 points take {found.seeds_text()} seeds."
 

@@ -1,10 +1,11 @@
 """From runs to tables: values of each run, their differences, and cells, which are means over seeds."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -19,8 +20,8 @@ BASELINES = ("Clip", "NoClip")  # of the paired differences
 TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
 SEEDS_FOR_AN_INTERVAL = 3
 COMPARED = ("final reward", "area under the curve", "final validation reward")
+OF_SEEDS = ("collapsed", "returned untrained")  # shares, which have no interval
 DIFFERENCES = "Paired differences"
-SHARES = ("collapsed (%)", "returned untrained (%)")  # of the seeds
 NOTES = {
     "Accuracy": "Greedy, of the model that each run returned, the best by validation, and of its final one; gold "
     "anywhere is the paper's true accuracy. Mean over seeds, from three on with the 95% t-interval over seeds and "
@@ -38,6 +39,28 @@ NOTES = {
 # Values: numbers of single runs
 
 
+class Column(NamedTuple):
+    """A measure in tables, of a test such as "gsm8k test, n = 1,319", or of the training; shares are in percent."""
+
+    test: str  # "" for the training
+    measure: str
+    is_share: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.test}: {self.measure}".removeprefix(": ")
+
+    @property
+    def unit(self) -> str:
+        return " points" if self.is_share else ""
+
+    def number(self, number: float) -> str:
+        factor, digits = (100, 1) if self.is_share else (1, 3)
+        return f"{round(factor * float(number), digits) + 0.0:.{digits}f}"
+
+    def amount(self, number: float) -> str:
+        return self.number(number) + self.unit
+
+
 @dataclass(frozen=True)
 class Value:
     """A number of a run, or the difference of two runs, in a column of a table.
@@ -51,7 +74,7 @@ class Value:
 
     run: str | None
     row: str
-    column: str
+    column: Column
     value: float
     low: float | None = None
     high: float | None = None
@@ -68,18 +91,31 @@ class Value:
 def accuracies(runs: Runs, label: pd.Series, *stages: str, greedy: bool = True) -> list[Value]:
     """Values of tests in these stages, or sampled ones'. An evaluation counts before the summary's same number."""
     has_limits = len({test.limit for test in runs.tests} - {None}) > 1
-    found: dict[tuple[str, str], tuple[Test, str]] = {}
+    values: dict[tuple[str, Column], Value] = {}
     for test in sorted(runs.tests, key=lambda test: (STAGES.index(test.stage), test.evaluation != "summary")):
-        if test.stage in stages and (test.temperature == "0") == greedy:
-            for measure in test.shown_measures():
-                place = (test.model if test.stage == "before" else test.run, accuracy_column(test, measure, has_limits))
-                found.pop(place, None)
-                found[place] = test, measure
-    values = []
-    for (owner, column), (test, measure) in found.items():
-        run, row = (None, owner) if test.stage == "before" else (owner, label[owner])
-        values.append(Value(run, row, column, *test.numbers[measure], answers=problem_values(test, measure)))
-    return values
+        if test.stage not in stages or (test.temperature == "0") != greedy:
+            continue
+        title = test.problems
+        if has_limits and test.limit is not None:
+            title += f", {test.limit:.0f} tokens"
+        if not greedy:
+            title += f", T = {test.temperature}"
+        for measure in shown_measures(test):
+            name = f"{'final ' if test.stage == 'final' else ''}{measure.replace('_', ' ')}"
+            column = Column(title, name, measure != "mean_reward")
+            run, row = (None, test.model) if test.stage == "before" else (test.run, label[test.run])
+            values.pop((run or row, column), None)
+            answers = problem_values(test, measure)
+            values[run or row, column] = Value(run, row, column, *test.numbers[measure], answers=answers)
+    return list(values.values())
+
+
+def shown_measures(test: Test) -> list[str]:
+    """Accuracies, of samples also pass@k and maj@k; without gold answers the reward."""
+    shown = "accuracy|gold_anywhere" if "accuracy" in test.numbers else "mean_reward"
+    if test.temperature != "0":
+        shown += "|(pass|maj)@.*"
+    return [measure for measure in test.numbers if re.fullmatch(shown, measure)]
 
 
 def problem_values(test: Test, measure: str) -> pd.Series | None:
@@ -88,18 +124,6 @@ def problem_values(test: Test, measure: str) -> pd.Series | None:
         with skip_unreadable(test.file):
             return read_problems(test.file)[test.temperature].get(measure)
     return None
-
-
-def accuracy_column(test: Test, measure: str, has_limits: bool) -> str:
-    """Such as "gsm8k test, n = 1,319: final accuracy (%)", with the limit of tokens if tests had several."""
-    title = f"{test.data} {test.split}, n = {test.n:,.0f}"
-    if has_limits and test.limit is not None:
-        title += f", {test.limit:.0f} tokens"
-    if test.temperature != "0":
-        title += f", T = {test.temperature}"
-    stage = "final " if test.stage == "final" else ""
-    unit = "" if measure == "mean_reward" else " (%)"
-    return f"{title}: {stage}{measure.replace('_', ' ')}{unit}"
 
 
 def smoothed(values: pd.Series) -> pd.Series:
@@ -125,13 +149,14 @@ def learning(runs: Runs, label: pd.Series) -> list[Value]:
             "final reward": final,
             "peak reward": peak,
             "area under the curve": rewards.mean(),
-            "collapsed (%)": float(final < peak / 2) if peak > 0 else np.nan,  # half of a negative peak is above it
+            "collapsed": float(final < peak / 2) if peak > 0 else np.nan,  # half of a negative peak is above it
             "best trained validation reward": validation.max(),
             "final validation reward": validation.iloc[-1] if len(validation) else np.nan,
-            "returned untrained (%)": np.nan if best_step is None else float(best_step == 0),
+            "returned untrained": np.nan if best_step is None else float(best_step == 0),
         }
     numbers = pd.DataFrame.from_dict(courses, orient="index").melt(ignore_index=False).dropna()  # column by column
-    return [Value(run, label[run], column, value) for run, column, value in numbers.itertuples()]
+    columns = {name: Column("", name, name in OF_SEEDS) for name in numbers["variable"]}
+    return [Value(run, label[run], columns[name], value) for run, name, value in numbers.itertuples()]
 
 
 def paired_differences(runs: Runs, label: pd.Series) -> list[Value]:
@@ -140,7 +165,7 @@ def paired_differences(runs: Runs, label: pd.Series) -> list[Value]:
     rest = setting_numbers(configs, ignore=[name for name in configs if name.startswith(TREATMENT)])
     is_baseline = methods(configs).isin(BASELINES)
     rows = list(dict.fromkeys(label[configs.index]))
-    rewards = [value for value in learning(runs, label) if value.column in COMPARED]
+    rewards = [value for value in learning(runs, label) if value.column.measure in COMPARED]
     together: dict[tuple[Any, ...], list[Value]] = {}
     for value in accuracies(runs, label, "after", "final") + rewards:
         for experiment in configs.at[value.run, "experiments"]:
@@ -183,7 +208,7 @@ class Cell:
     """
 
     row: str
-    column: str
+    column: Column
     seeds: int
     mean: float
     low: float | None
@@ -193,30 +218,30 @@ class Cell:
 
     def record(self) -> dict[str, Any]:
         """Columns of table.csv, in which shares are written as shares."""
-        cell = {name: getattr(self, name) for name in ("seeds", "mean", "low", "high")}
+        record = {"row": one_line(self.row), "column": one_line(str(self.column))}
+        record |= {name: getattr(self, name) for name in ("seeds", "mean", "low", "high")}
         if self.holm is not None:
             found = self.estimate
-            cell |= {"p": found.p(), "holm": self.holm, "detects": found.detects(), "needs": found.seeds_text()}
-        return {"row": one_line(self.row), "column": one_line(self.column.removesuffix(" (%)"))} | cell
+            record |= {"p": found.p(), "holm": self.holm, "detects": found.detects(), "needs": found.seeds_text()}
+        return record
 
     def __str__(self) -> str:
-        """The mean and its interval, in percent where the column is."""
-        mean = number_text(self.column, self.mean)
+        mean = self.column.number(self.mean)
         if self.low is None:
             return mean
-        return f"{mean} [{number_text(self.column, self.low)}, {number_text(self.column, self.high)}]"
+        return f"{mean} [{self.column.number(self.low)}, {self.column.number(self.high)}]"
 
 
 def make_cells(values: Iterable[Value]) -> list[Cell]:
     """A cell for each row and column that has values."""
-    groups: dict[tuple[str, str], list[Value]] = {}
+    groups: dict[tuple[str, Column], list[Value]] = {}
     for value in values:
         groups.setdefault((value.row, value.column), []).append(value)
     cells = []
     for (row, column), seeds in groups.items():
         mean = float(np.mean([value.value for value in seeds]))
         low, high, found = None, None, None
-        if len(seeds) >= SEEDS_FOR_AN_INTERVAL and column not in SHARES:
+        if len(seeds) >= SEEDS_FOR_AN_INTERVAL and column.measure not in OF_SEEDS:
             found = estimate_seeds(seeds)
             low = mean - float(found.half_width())
             high = mean + float(found.half_width())
@@ -268,27 +293,25 @@ def add_holm(differences: Sequence[Cell]) -> list[Cell]:
 
 
 def table_texts(title: str, cells: Sequence[Cell]) -> dict[str, str]:
-    """A table in 100 columns, by test, such as "gsm8k test, n = 1,319", or of differences by column."""
+    """A table in 100 columns, by test, or of differences by column."""
+    make_table = difference_table if title == DIFFERENCES else value_table
     parts: dict[str, list[Cell]] = {}
     for cell in cells:
-        test = cell.column if title == DIFFERENCES else cell.column.rpartition(": ")[0]  # "" is no test
-        parts.setdefault(test, []).append(cell)
-    frames = {test: (difference_table if title == DIFFERENCES else value_table)(part) for test, part in parts.items()}
-    frames = {test: frame.rename(index=one_line, columns=one_line) for test, frame in frames.items()}
-    return {test: frame.to_string(line_width=100) for test, frame in frames.items()}
+        parts.setdefault(str(cell.column) if title == DIFFERENCES else cell.column.test, []).append(cell)
+    frames = {part: make_table(of_part).rename(index=one_line, columns=one_line) for part, of_part in parts.items()}
+    return {part: frame.to_string(line_width=100) for part, frame in frames.items()}
 
 
 def value_table(cells: Sequence[Cell]) -> pd.DataFrame:
     """Texts: "86.8 [86.0, 87.5]", its number of seeds behind it where that is not the row's."""
-    seeds = {cell.row: 0 for cell in cells}
+    seeds: dict[str, int] = {}
     for cell in cells:
-        seeds[cell.row] = max(seeds[cell.row], cell.seeds)
-    rows = {row: {"seeds": str(n or "–")} for row, n in seeds.items()}
+        seeds[cell.row] = max(seeds.get(cell.row, 0), cell.seeds)
+    texts = pd.DataFrame({"seeds": {row: str(n or "–") for row, n in seeds.items()}})
     for cell in cells:
-        measure = cell.column.rpartition(": ")[2]
-        rows[cell.row][measure] = str(cell) if cell.seeds == seeds[cell.row] else f"{cell} (n = {cell.seeds})"
-    columns = ["seeds", *dict.fromkeys(cell.column.rpartition(": ")[2] for cell in cells)]
-    return pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns).fillna("–")
+        text = str(cell) if cell.seeds == seeds[cell.row] else f"{cell} (n = {cell.seeds})"
+        texts.loc[cell.row, cell.column.measure + cell.column.is_share * " (%)"] = text
+    return texts.fillna("–")
 
 
 def difference_table(cells: Sequence[Cell]) -> pd.DataFrame:
@@ -299,23 +322,7 @@ def difference_table(cells: Sequence[Cell]) -> pd.DataFrame:
         lines[cell.row] = {
             "seeds": str(cell.seeds),
             "difference": f"{cell}*" if found and cell.holm < 0.05 else str(cell),
-            "detects": number_text(cell.column, found.detects()) if found else "–",
+            "detects": cell.column.number(found.detects()) if found else "–",
             "seeds for 1, 2, 5 points": found.seeds_text() if found else "–",
         }
     return pd.DataFrame.from_dict(lines, orient="index")
-
-
-def unit(column: str) -> str:
-    """What follows a number of a column in a sentence."""
-    return " points" if column.endswith("(%)") else ""
-
-
-def amount(column: str, number: float) -> str:
-    """A number of a column in a sentence."""
-    return f"{number_text(column, number)}{unit(column)}"
-
-
-def number_text(column: str, number: float) -> str:
-    """A number in a column's unit."""
-    factor, digits = (100, 1) if unit(column) else (1, 3)
-    return f"{round(factor * float(number), digits) + 0.0:.{digits}f}"

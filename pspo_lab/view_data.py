@@ -28,6 +28,7 @@ from pspo_lab import settings
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
 from pspo_lab.identities import RATIOS, make_surrogate, token_curve
+from pspo_lab.labels import differing, labels, short_names
 from pspo_lab.runs import LabRun, Runs, skip_unreadable, warn
 from pspo_lab.tables import mean_over_seeds
 
@@ -43,9 +44,9 @@ Record = dict[str, Any]
 
 def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
     """Everything on the page; ``surrogates`` by the name they are shown by, each run's is added."""
-    label = settings.labels(runs.configs)
-    varied = settings.differing(runs.configs)
-    names = settings.short_names(runs.configs)
+    label = labels(runs.configs)
+    varied = differing(runs.configs)
+    names = short_names(runs.configs)
     pages = {}
     tests = []
     for name in runs.configs.index:

@@ -13,9 +13,9 @@ import yaml
 from matplotlib.figure import Figure
 from scipy.stats import ttest_1samp
 
+from pspo_lab.labels import labels, shared_sentence
 from pspo_lab.report_command import main
 from pspo_lab.runs import read_runs
-from pspo_lab.settings import labels, shared_sentence
 from pspo_lab.tables import NOTES
 
 DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
