@@ -94,11 +94,11 @@ def comparison(a: Side, b: Side) -> str:
             raise ValueError(f"{pair} are not of the same problems {counts}")
         title = f"T = {temperature}, {len(frames[0]):,} problems" + (f", {n_seeds} seeds" if n_seeds > 1 else "")
         rows = measure_rows(frames[: len(a.files)], frames[len(a.files) :])
-        parts.append(table(title, pd.DataFrame.from_dict(rows, orient="index")))
+        parts.append(table(title, pd.DataFrame.from_dict(rows, orient="index").dropna(axis="columns", how="all")))
     return "\n\n".join([*parts, SEVERAL if n_seeds > 1 else ONE_SEED])
 
 
-def measure_rows(a: Sequence[pd.DataFrame], b: Sequence[pd.DataFrame]) -> dict[str, dict[str, str]]:
+def measure_rows(a: Sequence[pd.DataFrame], b: Sequence[pd.DataFrame]) -> dict[str, dict[str, str | None]]:
     """The lines of a table by measure, from the values of the same problems under each seed."""
     rows = {}
     for name in a[0]:
@@ -111,26 +111,24 @@ def measure_rows(a: Sequence[pd.DataFrame], b: Sequence[pd.DataFrame]) -> dict[s
     return rows
 
 
-def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str]:
-    """The line of a measure, by column, with values (seeds, n) of each problem."""
+def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str | None]:
+    """The line of a measure, by column (None: not of this kind), with values (seeds, n) of each problem."""
     difference = b - a
     found = estimate(difference)
     p = found.p()
-    only = {}
-    if len(difference) == 1:
-        only["only A : only B"] = "-"
-        if np.isin([a, b], (0, 1)).all() and difference.any():
-            worse = int((difference < 0).sum())
-            better = int((difference > 0).sum())
-            only["only A : only B"] = f"{worse} : {better}"
-            p = binomtest(better, worse + better).pvalue
-    seeds = {"seeds for 1, 2, 5 points": found.seeds_text()} if len(difference) > 1 else {}
+    is_one_seed = len(difference) == 1
+    only = "-" if is_one_seed else None
+    if is_one_seed and np.isin([a, b], (0, 1)).all() and difference.any():
+        worse = int((difference < 0).sum())
+        better = int((difference > 0).sum())
+        only = f"{worse} : {better}"
+        p = binomtest(better, worse + better).pvalue
     return {
         "A": as_text(name, float(a.mean())),
         "B": as_text(name, float(b.mean())),
         "B - A [95%]": as_text(name, {"value": float(found.mean), "ci95": found.interval()}),
         "p": f"{p:.2g}",
-        **only,
+        "only A : only B": only,
         "detects": as_text(name, float(found.detects())),
-        **seeds,
+        "seeds for 1, 2, 5 points": None if is_one_seed else found.seeds_text(),
     }

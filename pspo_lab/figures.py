@@ -66,16 +66,16 @@ def picture(path: Path, width: float, height: float, x_label: str) -> Iterator[F
         figure.savefig(path, facecolor="white", metadata={"Date": None})
 
 
-def draw_curves(runs: Runs, label: pd.Series, path: Path) -> None:
+def draw_curves(runs: Runs, path: Path) -> None:
     """Draw the rewards of each setting: the mean over its seeds, from three on in a band, the 95% interval."""
-    style = styles(dict(zip(label, methods(runs.configs), strict=True)))
+    style = styles(dict(zip(runs.label[runs.configs.index], methods(runs.configs), strict=True)))
     metrics = {"reward": "training reward", "validation_reward": "validation reward"}
     height = max(2.4, 0.2 * len(style)) + 0.4  # of the panels, or the legend
     with picture(path, 10, height, "optimizer step; means over a tenth of the run") as figure:
         handles = {}
         for axes, (metric, title) in zip(figure.subplots(1, 2), metrics.items(), strict=True):
             axes.set_title(title)
-            for row, curve in curves(runs, label, metric).groupby("row", sort=False):
+            for row, curve in curves(runs, metric).groupby("row", sort=False):
                 marker = "o" if len(curve) == 1 else ""  # a line of one point cannot be seen
                 (handles[row],) = axes.plot(curve["step"], curve["mean"], marker=marker, **style[row])
                 colour = style[row]["color"]
@@ -84,12 +84,12 @@ def draw_curves(runs: Runs, label: pd.Series, path: Path) -> None:
         figure.legend(handles.values(), names, loc="outside right center")
 
 
-def curves(runs: Runs, label: pd.Series, metric: str) -> pd.DataFrame:
+def curves(runs: Runs, metric: str) -> pd.DataFrame:
     """Row (a setting), step, mean, low and high of a smoothed metric, where all seeds of the setting have it."""
     values = runs.with_untrained().reindex(columns=["run", "step", metric]).dropna()
     parts = [pd.DataFrame(columns=["row", "step", "value"])]
     for run, rollouts in values.groupby("run", sort=False):
         smooth = smoothed(rollouts.set_index("step")[metric].sort_index())
-        parts.append(pd.DataFrame({"row": label[run], "step": smooth.index, "value": smooth}))
+        parts.append(pd.DataFrame({"row": runs.label[run], "step": smooth.index, "value": smooth}))
     cells = mean_over_seeds(pd.concat(parts).astype({"value": float}), by=["row", "step"]).sort_values("step")
     return cells[cells["seeds"] == cells.groupby("row")["seeds"].transform("max")]

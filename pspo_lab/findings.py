@@ -1,5 +1,6 @@
 """The doctor: what is wrong with a run, in plain sentences with their numbers and what to try, worst first."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -8,20 +9,6 @@ import pandas as pd
 
 FEWEST = 5  # rollouts, before which a trend says nothing
 NOISE_ERRORS = 4  # standard errors that a fall must exceed: the peak is the highest of many
-TRL = {  # what a text names, in TRL's words
-    "--rollout.resample 2, a larger": "a larger",
-    "--rollout.group_size": "num_generations",
-    "--rollout.temperature": "temperature",
-    "--rollout.max_completion_tokens": "max_completion_length",
-    "--rollout.lag": "steps_per_generation",
-    "--algorithm.epochs": "num_iterations",
-    "--algorithm.beta": "beta",
-    "--algorithm.aggregation dr_grpo": "loss_type='dr_grpo'",
-    "--algorithm.correction token_truncate": "vllm_importance_sampling_correction",
-    "--optimizer.lr": "learning_rate",
-    "--data.system_prompt": "system prompt",
-    "; --reward.timeout may be short": "",
-}
 
 
 class Finding(NamedTuple):
@@ -56,9 +43,8 @@ def find(metrics: pd.DataFrame, config: dict[str, Any], summary: dict[str, Any])
     for check in (check_failures, check_signal, check_completions, check_movement, check_rewards):
         findings += check(metrics, config)
     findings += check_best_model(summary)
-    if config.get("trainer") == "trl":
-        for ours, theirs in TRL.items():
-            findings = [finding._replace(advice=finding.advice.replace(ours, theirs)) for finding in findings]
+    if "trainer" in config:  # another one, whose switches have different names
+        findings = [finding._replace(advice=re.sub(r"--\w+\.", "", finding.advice)) for finding in findings]
     return sorted(findings, key=lambda finding: -finding.severity)
 
 

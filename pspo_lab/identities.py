@@ -98,10 +98,10 @@ def canonical(switches: dict[str, Any], unclipped: bool) -> dict[str, Any]:
     return switches | changed
 
 
-def describe_identities(runs: Runs, labels: pd.Series) -> list[str]:
+def describe_identities(runs: Runs) -> list[str]:
     """A sentence for each set of settings that are one algorithm."""
     sentences = []
-    for _, names in labels.groupby(algorithms(runs)):
+    for _, names in runs.label[runs.configs.index].groupby(algorithms(runs)):
         alike = list(dict.fromkeys(names))
         if len(alike) > 1:
             text = f"{', '.join(alike[:-1])} and {alike[-1]} are one algorithm here: the gradients of their losses are "

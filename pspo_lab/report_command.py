@@ -10,8 +10,6 @@ import argparse
 import html
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from textwrap import fill, indent
 
@@ -23,21 +21,10 @@ from pspo.tasks.files import local_path
 from pspo.terminal import one_line
 from pspo_lab.figures import draw_curves
 from pspo_lab.identities import describe_identities
-from pspo_lab.labels import labels, shared_sentence
+from pspo_lab.labels import shared_sentence
 from pspo_lab.runs import Runs, read_runs, run_folders
 from pspo_lab.settings import DATA, MODEL, SEED
-from pspo_lab.tables import (
-    DIFFERENCES,
-    NOTES,
-    SEEDS_FOR_AN_INTERVAL,
-    Cell,
-    Value,
-    main_values,
-    make_cells,
-    noise_floor,
-    table_texts,
-    tables,
-)
+from pspo_lab.tables import DIFFERENCES, NOTES, Cell, Value, main_values, make_cells, noise_floor, table_texts, tables
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm", "detects", "needs"]
 HOLM = "With * it is not 0 by the t-tests at 5% for all {n} of these tables together (Holm 1979)."
@@ -47,29 +34,13 @@ MARKDOWN = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Task:
-    """Runs of one model on the same training data, which are compared with each other."""
-
-    title: str
-    runs: Runs
-
-    @cached_property
-    def label(self) -> pd.Series:
-        return labels(self.runs.configs)
-
-    @cached_property
-    def tables(self) -> dict[str, list[Cell]]:
-        return tables(self.runs.finished, self.label)
-
-
-def split_tasks(runs: Runs) -> list[Task]:
-    """Each model with each training data is a task, and so are the evaluations of all other models."""
-    tasks = []
+def split_tasks(runs: Runs) -> dict[str, Runs]:
+    """By title: the runs of one model on the same training data, and the evaluations of all other models."""
+    tasks = {}
     for (model, data), names in runs.configs.groupby([MODEL, DATA]).groups.items():
-        tasks.append(Task(f"{model} on {data}", runs.take(names, {model})))
+        tasks[f"{model} on {data}"] = runs.compared(names, {model})
     if others := {test.model for test in runs.tests} - set(runs.configs[MODEL]):
-        tasks.append(Task("Other evaluations", runs.take([], others)))
+        tasks["Other evaluations"] = runs.compared([], others)
     return tasks
 
 
@@ -78,24 +49,21 @@ def write_report(runs: Runs, output: Path) -> tuple[list[str], list[Path]]:
     tasks = split_tasks(runs)
     verdicts = []
     markdown = []
+    records = []
     pictures = []
-    for number, task in enumerate(tasks, start=1):
-        if verdict := " ".join(describe_result(task)):
-            verdicts.append(f"Result{f' of {task.title}' if len(tasks) > 1 else ''}: {verdict}")
-        markdown += [f"## {escape_markdown(task.title)}", *map(escape_markdown, describe_runs(task))]
-        for title, cells in task.tables.items():
+    for number, (task, task_runs) in enumerate(tasks.items(), start=1):
+        task_tables = tables(task_runs.finished)
+        if verdict := " ".join(describe_result(task_runs.finished, task_tables)):
+            verdicts.append(f"Result{f' of {task}' if len(tasks) > 1 else ''}: {verdict}")
+        markdown += [f"## {escape_markdown(task)}", *map(escape_markdown, describe_runs(task_runs))]
+        for title, cells in task_tables.items():
             markdown += table_section(title, cells)
-        if len(task.runs.configs):
+            records += [{"task": one_line(task), "table": title} | cell.record() for cell in cells]
+        if len(task_runs.configs):
             pictures.append(output / (f"{number}-curves.svg" if len(tasks) > 1 else "curves.svg"))
-            draw_curves(task.runs, task.label, pictures[-1])
+            draw_curves(task_runs, pictures[-1])
             markdown.append(f"![{pictures[-1].stem}]({pictures[-1].name})")
     write_text(output / "report.md", "\n\n".join(["# Report", *map(escape_markdown, verdicts), *markdown]) + "\n")
-    records = [
-        {"task": one_line(task.title), "table": title} | cell.record()
-        for task in tasks
-        for title, cells in task.tables.items()
-        for cell in cells
-    ]
     pd.DataFrame(records, columns=CELLS).to_csv(output / "table.csv", index=False)
     return verdicts, [output / "report.md", output / "table.csv", *pictures]
 
@@ -117,22 +85,22 @@ def escape_markdown(text: str) -> str:
     return MARKDOWN.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", text)
 
 
-def describe_result(task: Task) -> Iterator[str]:
+def describe_result(runs: Runs, tables: dict[str, list[Cell]]) -> Iterator[str]:
     """Sentences: which setting won, by how much, whether that can be told from luck, the noise floor, identities."""
-    values = main_values(task.runs.finished, task.label)
+    values = main_values(runs)
     if not values:
         return
     winner, *others = sorted(make_cells(values), key=lambda cell: -cell.mean)
     column = winner.column
     best = column.number(winner.mean) + ("%" if column.is_share else "")
-    for cell in task.tables.get("Accuracy", []):
+    for cell in tables.get("Accuracy", []):
         if cell.column == column and not cell.seeds:
             best += f" (untrained {column.number(cell.mean)})"
     best += f" {column.measure} on {column.test}" if column.test else f" {column.measure}"
     if others:
         by = column.amount(winner.mean - others[0].mean)
         yield f"{winner.row} came first with {best}, {by} above {others[0].row}."
-        seeds = task.runs.configs[SEED]
+        seeds = runs.configs[SEED]
         first, second = ({seeds[v.run]: v for v in values if v.row == cell.row} for cell in (winner, others[0]))
         yield describe_luck([first[seed] - second[seed] for seed in first if seed in second])
     else:
@@ -141,33 +109,33 @@ def describe_result(task: Task) -> Iterator[str]:
     if df:
         floor = f"{column.amount(sd)} (standard deviation, {df} degrees of freedom)"
         yield f"Noise floor: two runs of one setting with different seeds differ by {floor}."
-    tested = [cell.holm for cell in task.tables.get(DIFFERENCES, []) if cell.holm is not None]
+    tested = [cell.holm for cell in tables.get(DIFFERENCES, []) if cell.holm is not None]
     if tested:
         yield f"Of the {len(tested)} differences below, {sum(holm < 0.05 for holm in tested)} are more than luck."
-    yield from describe_identities(task.runs.finished, task.label)
+    yield from describe_identities(runs)
 
 
 def describe_luck(differences: Sequence[Value]) -> str:
     """Whether the first of two settings is better by more than luck, from their differences by seed."""
     seeds = len(differences)
-    if seeds < SEEDS_FOR_AN_INTERVAL:
-        return f"That cannot be told from luck: seeds that both have: {seeds}, and it takes {SEEDS_FOR_AN_INTERVAL}."
-    (cell,) = make_cells(differences)
+    cell = next(iter(make_cells(differences)), None)
+    if cell is None or cell.estimate is None:
+        return f"That cannot be told from luck: seeds that both have: {seeds}, and it takes 3."
+    text = f"{cell}{cell.column.unit}"
     if cell.estimate.p() < 0.05:
-        return f"That is more than luck: {cell}{cell.column.unit} over {seeds} seeds and their problems."
-    text = f"That cannot be told from luck: {cell}{cell.column.unit}"
+        return f"That is more than luck: {text} over {seeds} seeds and their problems."
     if cell.estimate.detects() > 0:
         text += f"; {seeds} seeds would detect {cell.column.amount(cell.estimate.detects())}"
-    return f"{text}."
+    return f"That cannot be told from luck: {text}."
 
 
-def describe_runs(task: Task) -> Iterator[str]:
+def describe_runs(runs: Runs) -> Iterator[str]:
     """Sentences: what the runs share, and what is not finished."""
-    configs = task.runs.configs
+    configs = runs.configs
     if len(configs):
         yield f"{shared_sentence(configs)} A switch that a name leaves out has its default.".strip()
-    for run in configs.index.difference(task.runs.finished.configs.index):
-        yield f"Not finished, in the curves alone: {task.label[run]}, seed {configs.loc[run, SEED]} ({run})"
+    for run in configs.index.difference(runs.finished.configs.index):
+        yield f"Not finished, in the curves alone: {runs.label[run]}, seed {configs.loc[run, SEED]} ({run})"
 
 
 def main(args: Sequence[str] | None = None) -> None:

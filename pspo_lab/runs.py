@@ -32,19 +32,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class LabRun:
-    """Contents of a run's folder; of another trainer's run, what there is.
-
-    Attributes:
-        switches: the configuration, by switch; lists and mappings as JSON. Another trainer's run has its name as
-            `trainer`.
-        metrics: step and the metrics, one row per rollout; NaN where one is missing or not finite.
-        summary: ``summary.json``, empty while the run is not finished.
-    """
+    """Contents of a run's folder; of another trainer's run, what there is."""
 
     folder: Path
-    switches: Row
-    metrics: pd.DataFrame
-    summary: Row
+    switches: Row  # as `read_switches` makes them
+    metrics: pd.DataFrame  # step and the metrics, one row per rollout; NaN where one is missing or not finite
+    summary: Row  # empty while the run is not finished
 
     @property
     def name(self) -> str:
@@ -61,40 +54,25 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class Test:
-    """How well a model did on some problems.
+    """How well a model did on some problems."""
 
-    Attributes:
-        run: None for a model that no run trained.
-        stage: one of `STAGES`.
-        model: that the run began with.
-        evaluation: "summary", or the name of the evaluation's folder.
-        problems: such as "gsm8k test, n = 1,319".
-        limit: tokens of a completion.
-        temperature: "0" is greedy.
-        file: of the completions.
-        numbers: by measure.
-    """
-
-    run: str | None
-    stage: str
-    model: str
-    evaluation: str
-    problems: str
-    limit: int | None
-    temperature: str
-    file: Path
-    numbers: dict[str, Number]
+    run: str | None  # None for a model that no run trained
+    stage: str  # one of `STAGES`
+    model: str  # that the run began with
+    evaluation: str  # "summary", or the name of the evaluation's folder
+    problems: str  # such as "gsm8k test, n = 1,319"
+    limit: int | None  # tokens of a completion
+    temperature: str  # "0" is greedy
+    file: Path  # of the completions
+    numbers: dict[str, Number]  # by measure
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs by name, which is their folder, and the tests of their models.
+    """Runs by name, which is their folder, and the tests of their models."""
 
-    Attributes:
-        configs: indexed by run; every switch, and the experiment folders of this run and of its duplicates.
-    """
-
-    configs: pd.DataFrame
+    label: pd.Series  # by run the name of its setting, among those it is compared with
+    configs: pd.DataFrame  # by run every switch, and the experiment folders of this run and of its duplicates
     folders: dict[str, LabRun]
     tests: list[Test]
 
@@ -104,13 +82,19 @@ class Runs:
         parts = [self.folders[run].metrics.assign(run=run) for run in self.configs.index]
         return pd.concat(parts or [pd.DataFrame(columns=["run", "step"])], ignore_index=True)
 
-    def take(self, runs: Iterable[str], models: Container[str] | None = None) -> "Runs":
-        """These runs, in this order, with their tests and those of (unset, all) models that no run trained."""
+    def take(self, runs: Iterable[str]) -> "Runs":
+        """These runs, in this order, with their tests and those of models that no run trained."""
         place: dict[str | None, int] = {run: i for i, run in enumerate(runs)}
         configs = self.configs.loc[list(place)]
         place[None] = len(place)
-        tests = [test for test in self.tests if test.run in place and (models is None or test.model in models)]
-        return replace(self, configs=configs, tests=sorted(tests, key=lambda test: place[test.run]))
+        tests = sorted((test for test in self.tests if test.run in place), key=lambda test: place[test.run])
+        return replace(self, configs=configs, tests=tests)
+
+    def compared(self, runs: Iterable[str], models: Container[str]) -> "Runs":
+        """These runs, named by what tells them apart, and the tests of these models."""
+        part = self.take(runs)
+        tests = [test for test in part.tests if test.model in models]
+        return replace(part, label=labels(part.configs), tests=tests)
 
     @cached_property
     def finished(self) -> "Runs":
@@ -174,15 +158,16 @@ def read_runs(roots: Sequence[Path]) -> Runs:
     rows = [run.switches | {"experiments": (str(run.folder.parent.parent),)} for run in runs.values()]
     table = pd.DataFrame(rows, index=list(runs), dtype=object)
     table = table.reindex(columns=sorted({MODEL, DATA, SURROGATE, *not_compared(), *table}))
-    return sort_runs(Runs(table.where(table.notna(), None), runs, tests))
+    table = table.where(table.notna(), None)
+    return sort_runs(Runs(labels(table), table, runs, tests))
 
 
 def sort_runs(runs: Runs) -> Runs:
     """Sort by setting and seed, each once: of two runs the finished one."""
     configs = runs.configs
-    keys = pd.DataFrame({"label": labels(configs), "setting": setting_numbers(configs), "seed": configs[SEED]})
+    keys = pd.DataFrame({"label": runs.label, "setting": setting_numbers(configs), "seed": configs[SEED]})
     keys["unfinished"] = [not runs.folders[run].summary for run in keys.index]
-    keys = keys.sort_values(["label", "setting", "seed", "unfinished"], kind="stable")
+    keys = keys.sort_values([*keys], kind="stable")
     first = keys.groupby(["setting", "seed"])["label"].transform(lambda seed_runs: seed_runs.index[0])
     for run, other in first[first != first.index].items():
         warn(f"{run}: the same setting and seed as {other}, whatever code it ran; left out")

@@ -68,15 +68,15 @@ def problems_fingerprint(folder: Path, path: Path) -> str | None:
 
 def plain_switches(switches: dict[str, Any]) -> dict[str, Any]:
     """Switches with lists and mappings as JSON, so that tables can group by them; rewards with their weights."""
-    plain = {}
     functions = switches.get(REWARDS)
     weights = switches.get(WEIGHTS)
     if isinstance(functions, list) and isinstance(weights, list) and len(functions) == len(weights):
         weighted = [{"weight": weight, "reward": function} for function, weight in zip(functions, weights, strict=True)]
         switches = switches | {REWARDS: weighted, WEIGHTS: None}
-    for name, value in switches.items():
-        plain[name] = json.dumps(value, default=str) if isinstance(value, list | set | dict) else value
-    return plain
+    return {
+        name: json.dumps(value, default=str) if isinstance(value, list | set | dict) else value
+        for name, value in switches.items()
+    }
 
 
 @functools.cache

@@ -36,7 +36,6 @@ from pspo.cli.parse import parse
 from pspo.endings import EXIT_INTERRUPTED, EXIT_STOPPED, user_errors
 from pspo.tasks.files import local_path
 from pspo.terminal import Bar
-from pspo_lab.labels import labels
 from pspo_lab.power import Estimate
 from pspo_lab.runs import Runs, read_runs, run_folders
 from pspo_lab.sweep_plan import MODEL, WEIGHTS, Job, Method, SweepConfig, make_plan, switch_words
@@ -168,7 +167,7 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
         pilot = read_runs(run_folders([sweep.pilot])).finished
         yield describe_time(pilot, [job for method in plan for job in planned_jobs(method) if not job.trained])
         if sd is None:
-            values = main_values(pilot, labels(pilot.configs))
+            values = main_values(pilot)
             sd, df = noise_floor(values)
             if not df:
                 raise ValueError(f"--pilot {sweep.pilot} takes two finished seeds of a setting; or give --sd")

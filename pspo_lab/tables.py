@@ -63,22 +63,15 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Value:
-    """A number of a run, or the difference of two runs, in a column of a table.
+    """A number of a run, or the difference of two runs."""
 
-    Attributes:
-        run: None of a model before training.
-        row: the setting, that model, or the difference of two settings.
-        low, high: 95% over problems.
-        answers: the values of the problems that it is the mean of, where they are known.
-    """
-
-    run: str | None
-    row: str
+    run: str | None  # None for a model before training
+    row: str  # the setting, that model, or the difference of two settings
     column: Column
     value: float
-    low: float | None = None
+    low: float | None = None  # 95% over problems
     high: float | None = None
-    answers: pd.Series | None = None
+    answers: pd.Series | None = None  # the problems' values, which it is the mean of; None where they are unknown
 
     def __sub__(self, other: "Value") -> "Value":
         answers = None
@@ -88,11 +81,11 @@ class Value:
         return Value(self.run, row, self.column, self.value - other.value, answers=answers)
 
 
-def accuracies(runs: Runs, label: pd.Series, *stages: str, greedy: bool = True) -> list[Value]:
-    """Values of tests in these stages, or sampled ones'. An evaluation counts before the summary's same number."""
+def accuracies(runs: Runs, *stages: str, greedy: bool = True) -> list[Value]:
+    """Values of tests in these stages, greedy or sampled. An evaluation counts before the summary's same number."""
     has_limits = len({test.limit for test in runs.tests} - {None}) > 1
     values: dict[tuple[str, Column], Value] = {}
-    for test in sorted(runs.tests, key=lambda test: (STAGES.index(test.stage), test.evaluation != "summary")):
+    for test in sorted(runs.tests, key=lambda test: STAGES.index(test.stage)):  # of one stage a run's summary is first
         if test.stage not in stages or (test.temperature == "0") != greedy:
             continue
         title = test.problems
@@ -103,7 +96,7 @@ def accuracies(runs: Runs, label: pd.Series, *stages: str, greedy: bool = True) 
         for measure in shown_measures(test):
             name = f"{'final ' if test.stage == 'final' else ''}{measure.replace('_', ' ')}"
             column = Column(title, name, measure != "mean_reward")
-            run, row = (None, test.model) if test.stage == "before" else (test.run, label[test.run])
+            run, row = (None, test.model) if test.stage == "before" else (test.run, runs.label[test.run])
             values.pop((run or row, column), None)
             answers = problem_values(test, measure)
             values[run or row, column] = Value(run, row, column, *test.numbers[measure], answers=answers)
@@ -132,7 +125,7 @@ def smoothed(values: pd.Series) -> pd.Series:
     return pd.Series(windows.mean(axis=1), values.index[-len(windows) :])
 
 
-def learning(runs: Runs, label: pd.Series) -> list[Value]:
+def learning(runs: Runs) -> list[Value]:
     """Values of the course of the training reward."""
     courses = {}
     for run in runs.configs.index:
@@ -156,18 +149,18 @@ def learning(runs: Runs, label: pd.Series) -> list[Value]:
         }
     numbers = pd.DataFrame.from_dict(courses, orient="index").melt(ignore_index=False).dropna()  # column by column
     columns = {name: Column("", name, name in OF_SEEDS) for name in numbers["variable"]}
-    return [Value(run, label[run], columns[name], value) for run, name, value in numbers.itertuples()]
+    return [Value(run, runs.label[run], columns[name], value) for run, name, value in numbers.itertuples()]
 
 
-def paired_differences(runs: Runs, label: pd.Series) -> list[Value]:
+def paired_differences(runs: Runs) -> list[Value]:
     """Every setting minus every baseline of its experiment, by seed; of two baselines one difference."""
     configs = runs.configs
     rest = setting_numbers(configs, ignore=[name for name in configs if name.startswith(TREATMENT)])
     is_baseline = methods(configs).isin(BASELINES)
-    rows = list(dict.fromkeys(label[configs.index]))
-    rewards = [value for value in learning(runs, label) if value.column.measure in COMPARED]
+    rows = list(dict.fromkeys(runs.label[configs.index]))
+    rewards = [value for value in learning(runs) if value.column.measure in COMPARED]
     together: dict[tuple[Any, ...], list[Value]] = {}
-    for value in accuracies(runs, label, "after", "final") + rewards:
+    for value in accuracies(runs, "after", "final") + rewards:
         for experiment in configs.at[value.run, "experiments"]:
             key = (configs.at[value.run, SEED], value.column, experiment, rest[value.run])
             together.setdefault(key, []).append(value)
@@ -180,9 +173,9 @@ def paired_differences(runs: Runs, label: pd.Series) -> list[Value]:
     return [differences[key] for key in sorted(differences, key=lambda key: key[0])]
 
 
-def main_values(runs: Runs, label: pd.Series) -> list[Value]:
+def main_values(runs: Runs) -> list[Value]:
     """Values of the one column that settings are compared in first: a test, or the reward."""
-    values = accuracies(runs, label, "after") or learning(runs, label)
+    values = accuracies(runs, "after") or learning(runs)
     return [value for value in values if value.column == values[0].column]
 
 
@@ -198,23 +191,16 @@ def noise_floor(values: Sequence[Value]) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class Cell:
-    """The mean of a column over the seeds of a row.
-
-    Attributes:
-        seeds: 0 for an untrained model.
-        low, high: 95%, from three seeds on over seeds and problems; of one seed over problems.
-        estimate: from three seeds on; of shares there is none.
-        holm: p of a difference, adjusted for the number of all in its table by Holm (1979).
-    """
+    """The mean of a column over the seeds of a row."""
 
     row: str
     column: Column
-    seeds: int
+    seeds: int  # 0 for a model before training
     mean: float
-    low: float | None
+    low: float | None  # 95%, of three seeds or more over seeds and problems, of one over problems
     high: float | None
-    estimate: Estimate | None
-    holm: float | None = None
+    estimate: Estimate | None  # of three seeds or more
+    holm: float | None = None  # p of a difference, adjusted for the number of all in its table by Holm (1979)
 
     def record(self) -> dict[str, Any]:
         """Columns of table.csv, in which shares are written as shares."""
@@ -240,14 +226,11 @@ def make_cells(values: Iterable[Value]) -> list[Cell]:
     cells = []
     for (row, column), seeds in groups.items():
         mean = float(np.mean([value.value for value in seeds]))
-        low, high, found = None, None, None
+        low, high = (seeds[0].low, seeds[0].high) if len(seeds) == 1 else (None, None)
+        found = None
         if len(seeds) >= SEEDS_FOR_AN_INTERVAL and column.measure not in OF_SEEDS:
             found = estimate_seeds(seeds)
-            low = mean - float(found.half_width())
-            high = mean + float(found.half_width())
-        elif len(seeds) == 1:
-            low = seeds[0].low
-            high = seeds[0].high
+            low, high = mean - found.half_width(), mean + found.half_width()
         n_trained = sum(value.run is not None for value in seeds)
         cells.append(Cell(row, column, n_trained, mean, low, high, found))
     return cells
@@ -271,13 +254,13 @@ def mean_over_seeds(values: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     return cells.assign(low=cells["mean"] - half, high=cells["mean"] + half)
 
 
-def tables(runs: Runs, label: pd.Series) -> dict[str, list[Cell]]:
+def tables(runs: Runs) -> dict[str, list[Cell]]:
     """Cells of the tables of one task by title."""
     by_title = {
-        "Accuracy": make_cells(accuracies(runs, label, *STAGES)),
-        "Accuracy of samples": make_cells(accuracies(runs, label, *STAGES, greedy=False)),
-        "Learning": make_cells(learning(runs, label)),
-        DIFFERENCES: add_holm(make_cells(paired_differences(runs, label))),
+        "Accuracy": make_cells(accuracies(runs, *STAGES)),
+        "Accuracy of samples": make_cells(accuracies(runs, *STAGES, greedy=False)),
+        "Learning": make_cells(learning(runs)),
+        DIFFERENCES: add_holm(make_cells(paired_differences(runs))),
     }
     return {title: cells for title, cells in by_title.items() if cells}
 

@@ -28,7 +28,7 @@ from pspo_lab import settings
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
 from pspo_lab.identities import RATIOS, make_surrogate, token_curve
-from pspo_lab.labels import differing, labels, short_names
+from pspo_lab.labels import differing, short_names
 from pspo_lab.runs import LabRun, Runs, skip_unreadable, warn
 from pspo_lab.tables import mean_over_seeds
 
@@ -44,7 +44,6 @@ Record = dict[str, Any]
 
 def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
     """Everything on the page; ``surrogates`` by the name they are shown by, each run's is added."""
-    label = labels(runs.configs)
     varied = differing(runs.configs)
     names = short_names(runs.configs)
     pages = {}
@@ -52,13 +51,13 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
     for name in runs.configs.index:
         run = runs.folders[name]
         with skip_unreadable(run.folder):
-            page = describe_run(run, label[name])
+            page = describe_run(run, runs.label[name])
             varied_values = {names[switch]: run.switches.get(switch) for switch in varied}
             page["row"] = {"method": page["method"]} | varied_values | last_metrics(run)
             tests.append(changed_tests(run.folder))
             pages[run.folder] = page
     return {
-        "curves": list(setting_curves(runs, label)),
+        "curves": list(setting_curves(runs)),
         "runs": list(pages.values()),
         "surrogates": {name: surrogate_curve(surrogate) for name, surrogate in surrogates.items()},
         **recorded_groups(list(pages), surrogates),
@@ -69,7 +68,7 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
 # Curves
 
 
-def setting_curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
+def setting_curves(runs: Runs) -> Iterator[Record]:
     """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
     metrics = runs.with_untrained()
     metrics = metrics[["run", *metrics.select_dtypes("number")]]
@@ -82,7 +81,7 @@ def setting_curves(runs: Runs, label: pd.Series) -> Iterator[Record]:
         members = setting.index[setting == number]
         sides = {side: cells.pivot(index="step", columns="column", values=side) for side in ("mean", "low", "high")}
         yield {
-            "label": label[members[0]],
+            "label": runs.label[members[0]],
             "color": colours[method[members[0]]],
             "setting": number,
             "seeds": len(members),
