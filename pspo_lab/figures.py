@@ -86,10 +86,11 @@ def draw_curves(runs: Runs, path: Path) -> None:
 
 def curves(runs: Runs, metric: str) -> pd.DataFrame:
     """Row (a setting), step, mean, low and high of a smoothed metric, where all seeds of the setting have it."""
-    values = runs.with_untrained().reindex(columns=["run", "step", metric]).dropna()
     parts = [pd.DataFrame(columns=["row", "step", "value"])]
-    for run, rollouts in values.groupby("run", sort=False):
-        smooth = smoothed(rollouts.set_index("step")[metric].sort_index())
-        parts.append(pd.DataFrame({"row": runs.label[run], "step": smooth.index, "value": smooth}))
+    for run in runs.configs.index:
+        values = runs.folders[run].rollouts().reindex(columns=["step", metric]).dropna().set_index("step")[metric]
+        if len(values):
+            smooth = smoothed(values.sort_index())
+            parts.append(pd.DataFrame({"row": runs.label[run], "step": smooth.index, "value": smooth}))
     cells = mean_over_seeds(pd.concat(parts).astype({"value": float}), by=["row", "step"]).sort_values("step")
     return cells[cells["seeds"] == cells.groupby("row")["seeds"].transform("max")]

@@ -71,9 +71,9 @@ def gradient(surrogate: Surrogate, at_ratio_1: bool) -> np.ndarray | None:
 def algorithms(runs: Runs) -> pd.Series:
     """Number of each run's algorithm: runs with one number can differ by luck alone, as far as their files tell."""
     configs = runs.configs
-    norms = runs.metrics.reindex(columns=["run", "grad_norm"]).groupby("run")["grad_norm"].max()
+    norms = pd.Series({run: runs.folders[run].metrics.get("grad_norm", pd.Series()).max() for run in configs.index})
     limits = pd.to_numeric(configs.get("optimizer.max_grad_norm", pd.Series(np.nan, configs.index)), errors="coerce")
-    unclipped = limits.eq(0) | (norms.reindex(configs.index) < limits)
+    unclipped = limits.eq(0) | (norms < limits)
     unclipped = unclipped.groupby(setting_numbers(configs)).transform("all")
     rows = {run: canonical(dict(row), bool(unclipped[run])) for run, row in configs.iterrows()}
     return setting_numbers(pd.DataFrame.from_dict(rows, orient="index", dtype=object).reindex(columns=configs.columns))

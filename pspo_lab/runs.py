@@ -43,6 +43,13 @@ class LabRun:
     def name(self) -> str:
         return str(local_path(self.folder))
 
+    def rollouts(self) -> pd.DataFrame:
+        """The metrics with their time in seconds, and of a finished run at step 0 the validation before training."""
+        seconds = self.metrics.filter(like="seconds/").sum(axis=1, min_count=1)
+        untrained = (self.summary.get("validation") or {}).get("untrained")
+        first = [untrained | {"time": 0.0}] if untrained else []
+        return pd.concat([pd.DataFrame(first), self.metrics.assign(time=seconds.cumsum())]).astype({"step": int})
+
 
 class Number(NamedTuple):
     """A measure of a test, with its 95% interval over problems where there is one."""
@@ -76,12 +83,6 @@ class Runs:
     folders: dict[str, LabRun]
     tests: list[Test]
 
-    @cached_property
-    def metrics(self) -> pd.DataFrame:
-        """Run, step and the metrics, one row per rollout."""
-        parts = [self.folders[run].metrics.assign(run=run) for run in self.configs.index]
-        return pd.concat(parts or [pd.DataFrame(columns=["run", "step"])], ignore_index=True)
-
     def take(self, runs: Iterable[str]) -> "Runs":
         """These runs, in this order, with their tests and those of models that no run trained."""
         place: dict[str | None, int] = {run: i for i, run in enumerate(runs)}
@@ -101,16 +102,9 @@ class Runs:
         """The runs that have a summary."""
         return self.take([run for run in self.configs.index if self.folders[run].summary])
 
-    def with_untrained(self) -> pd.DataFrame:
-        """The metrics with their time in seconds, and at step 0 the validation before training of finished runs."""
-        seconds = self.metrics.filter(like="seconds/").sum(axis=1, min_count=1)
-        metrics = self.metrics.assign(time=seconds.groupby(self.metrics["run"]).cumsum())
-        rows = []
-        for run in self.configs.index:
-            validation = self.folders[run].summary.get("validation") or {}
-            if untrained := validation.get("untrained"):
-                rows.append(untrained | {"run": run, "time": 0.0})
-        return pd.concat([pd.DataFrame(rows), metrics], ignore_index=True).astype({"step": int})
+    def rollouts(self) -> pd.DataFrame:
+        """`LabRun.rollouts` of all runs, with their name as run."""
+        return pd.concat([self.folders[run].rollouts().assign(run=run) for run in self.configs.index])
 
 
 def warn(line: str) -> None:

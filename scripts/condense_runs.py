@@ -32,36 +32,37 @@ def varied_switches(configs: pd.DataFrame) -> pd.DataFrame:
 
 
 def test_numbers(runs: Runs) -> pd.DataFrame:
-    """Accuracies of summaries, mean rewards and shares with the gold answer of evaluations, in percent, by run; greedy.
+    """Greedy numbers in percent, by run: accuracies of summaries, mean rewards and gold anywhere of evaluations.
 
-    Of an evaluation's untrained model, too, for every run that began with it.
+    A run that was evaluated has the numbers of the model that it began with, too.
     """
+    evaluated = {test.run for test in runs.tests if test.evaluation != "summary"} - {None}
+    began_with = runs.configs.loc[sorted(evaluated), MODEL]
     columns: dict[str, dict[str, float]] = {}
     for test in runs.tests:
         if test.temperature != "0":
             continue
         measures = {"accuracy": STAGE_COLUMNS[test.stage]}
         if test.evaluation != "summary":
-            prefix = "untrained_" if test.stage == "before" else ""
-            names = {"mean_reward": "reward", "gold_anywhere": "gold_anywhere"}
-            measures = {measure: f"{prefix}{test.evaluation}_{name}" for measure, name in names.items()}
-        began_with = runs.configs.index[runs.configs[MODEL] == test.model]
-        for measure in measures.keys() & test.numbers.keys():
-            for run in began_with if test.run is None else [test.run]:
-                columns.setdefault(measures[measure], {})[run] = 100 * test.numbers[measure].value
-    return pd.DataFrame(columns, index=runs.configs.index)
+            name = f"{'untrained_' if test.stage == 'before' else ''}{test.evaluation}"
+            measures = {"mean_reward": f"{name}_reward", "gold_anywhere": f"{name}_gold_anywhere"}
+        owners = [test.run] if test.run else began_with.index[began_with == test.model]
+        for measure, column in measures.items():
+            if measure in test.numbers:
+                columns.setdefault(column, {}).update(dict.fromkeys(owners, 100 * test.numbers[measure].value))
+    return pd.DataFrame(columns, index=runs.configs.index).sort_index(axis=1)
 
 
 def condense(runs: Runs) -> pd.DataFrame:
     """A row per finished run, in order of experiments and settings."""
     runs = runs.finished
     configs = runs.configs
-    rollouts = runs.metrics.sort_values("step").groupby("run")
+    rollouts = runs.rollouts().groupby("run")
     rows = pd.DataFrame({"experiment": configs["experiments"].map(lambda paths: Path(paths[0]).name)})
     rows["method"] = methods(configs)
     rows = rows.join(varied_switches(configs)).assign(seed=configs[SEED])
     rows["reward"] = rollouts["reward"].mean()
-    if "kl_sampler_old" in runs.metrics:
+    if "kl_sampler_old" in rollouts.obj:
         rows["kl_sampler_old"] = rollouts["kl_sampler_old"].mean()
     rows["validation"] = rollouts["validation_reward"].last()
     rows["best_step"] = [runs.folders[run].summary.get("best_step") for run in configs.index]
