@@ -3,10 +3,8 @@
 In a notebook ``pspo_lab.view("runs/mine")`` shows the page of a run.
 """
 
-from typing import Any
 
-
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import the function when it is first used: it needs pandas and torch."""
     if name == "view":
         from pspo_lab.view_command import view

@@ -48,8 +48,8 @@ def shared_sentence(configs: pd.DataFrame) -> str:
     switches = configs.drop(columns=[*not_compared(), MODEL, DATA, SURROGATE], errors="ignore")
     shared = switches.loc[:, switches.nunique(dropna=False) == 1].iloc[0].dropna()
     default_values = defaults() | {RATE: None}
-    unusual = [name for name, value in shared.items() if value != default_values.get(name, value)]
-    texts = [f"{short[name]}={short_value(shared[name])}" for name in unusual]
+    unusual = {name: value for name, value in shared.items() if value != default_values.get(name, value)}
+    texts = [f"{short[name]}={short_value(value)}" for name, value in unusual.items()]
     return f"All have {', '.join(texts)}." if texts else ""
 
 

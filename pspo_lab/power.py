@@ -44,14 +44,11 @@ class Estimate(NamedTuple):
         df = np.where(parts > 0, variance / np.where(parts > 0, parts, 1), n_seeds - 1)
         return np.sqrt(variance), df
 
-    def half_width(self) -> Number:
-        """Half of the 95% interval."""
-        sem, df = self.spread(self.n_seeds)
-        return t.ppf(1 - LEVEL / 2, df) * sem
-
     def interval(self) -> tuple[Number, Number]:
         """The 95% interval."""
-        return self.mean - self.half_width(), self.mean + self.half_width()
+        sem, df = self.spread(self.n_seeds)
+        half = t.ppf(1 - LEVEL / 2, df) * sem
+        return self.mean - half, self.mean + half
 
     def p(self) -> Number:
         """Two-sided p-value of a mean of 0; 1 where all values are 0."""

@@ -23,10 +23,9 @@ COMPARED = ("final reward", "area under the curve", "final validation reward")
 OF_SEEDS = ("collapsed", "returned untrained")  # shares, which have no interval
 DIFFERENCES = "Paired differences"
 NOTES = {
-    "Accuracy": "Greedy, of the model that each run returned, the best by validation, and of its final one; gold "
-    "anywhere is the paper's true accuracy. Mean over seeds, from three on with the 95% t-interval over seeds and "
-    "problems, both taken as samples; for one seed over problems.",
-    "Accuracy of samples": "The same, sampled at temperature T.",
+    "Accuracy": "Greedy or at temperature T, of the model that each run returned, the best by validation, and of its "
+    "final one; gold anywhere is the paper's true accuracy. Mean over seeds, from three on with the 95% t-interval "
+    "over seeds and problems, both taken as samples; for one seed over problems.",
     "Learning": "Training reward: peak and final are means over a tenth of the rollouts, the area over all. A seed has "
     "collapsed when its final reward is below half of its peak; it returned the untrained model when no validation was "
     "better than step 0's.",
@@ -81,17 +80,18 @@ class Value:
         return Value(self.run, row, self.column, self.value - other.value, answers=answers)
 
 
-def accuracies(runs: Runs, *stages: str, greedy: bool = True) -> list[Value]:
-    """Values of tests in these stages, greedy or sampled. An evaluation counts before the summary's same number."""
+def accuracies(runs: Runs, *stages: str, sampled: bool = False) -> list[Value]:
+    """Values of tests in these stages, greedy or all. An evaluation counts before the summary's same number."""
     has_limits = len({test.limit for test in runs.tests} - {None}) > 1
     values: dict[tuple[str, Column], Value] = {}
     for test in sorted(runs.tests, key=lambda test: STAGES.index(test.stage)):  # of one stage a run's summary is first
-        if test.stage not in stages or (test.temperature == "0") != greedy:
+        is_greedy = test.temperature == "0"
+        if test.stage not in stages or not (is_greedy or sampled):
             continue
         title = test.problems
         if has_limits and test.limit is not None:
             title += f", {test.limit:.0f} tokens"
-        if not greedy:
+        if not is_greedy:
             title += f", T = {test.temperature}"
         for measure in shown_measures(test):
             name = f"{'final ' if test.stage == 'final' else ''}{measure.replace('_', ' ')}"
@@ -197,9 +197,9 @@ class Cell:
     column: Column
     seeds: int  # 0 for a model before training
     mean: float
-    low: float | None  # 95%, of three seeds or more over seeds and problems, of one over problems
+    low: float | None  # 95%: of three seeds or more over seeds and problems, of one over problems
     high: float | None
-    estimate: Estimate | None  # of three seeds or more
+    estimate: Estimate | None = None  # of three seeds or more
     holm: float | None = None  # p of a difference, adjusted for the number of all in its table by Holm (1979)
 
     def record(self) -> dict[str, Any]:
@@ -225,14 +225,14 @@ def make_cells(values: Iterable[Value]) -> list[Cell]:
         groups.setdefault((value.row, value.column), []).append(value)
     cells = []
     for (row, column), seeds in groups.items():
-        mean = float(np.mean([value.value for value in seeds]))
-        low, high = (seeds[0].low, seeds[0].high) if len(seeds) == 1 else (None, None)
-        found = None
+        n_trained = sum(value.run is not None for value in seeds)
         if len(seeds) >= SEEDS_FOR_AN_INTERVAL and column.measure not in OF_SEEDS:
             found = estimate_seeds(seeds)
-            low, high = mean - found.half_width(), mean + found.half_width()
-        n_trained = sum(value.run is not None for value in seeds)
-        cells.append(Cell(row, column, n_trained, mean, low, high, found))
+            cells.append(Cell(row, column, n_trained, float(found.mean), *found.interval(), found))
+        else:
+            mean = float(np.mean([value.value for value in seeds]))
+            interval = (seeds[0].low, seeds[0].high) if len(seeds) == 1 else (None, None)
+            cells.append(Cell(row, column, n_trained, mean, *interval))
     return cells
 
 
@@ -257,8 +257,7 @@ def mean_over_seeds(values: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 def tables(runs: Runs) -> dict[str, list[Cell]]:
     """Cells of the tables of one task by title."""
     by_title = {
-        "Accuracy": make_cells(accuracies(runs, *STAGES)),
-        "Accuracy of samples": make_cells(accuracies(runs, *STAGES, greedy=False)),
+        "Accuracy": make_cells(accuracies(runs, *STAGES, sampled=True)),
         "Learning": make_cells(learning(runs)),
         DIFFERENCES: add_holm(make_cells(paired_differences(runs))),
     }

@@ -44,16 +44,16 @@ Record = dict[str, Any]
 
 def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
     """Everything on the page; ``surrogates`` by the name they are shown by, each run's is added."""
-    varied = differing(runs.configs)
     names = short_names(runs.configs)
+    varied = {switch: names[switch] for switch in differing(runs.configs)}
     pages = {}
     tests = []
     for name in runs.configs.index:
         run = runs.folders[name]
         with skip_unreadable(run.folder):
             page = describe_run(run, runs.label[name])
-            varied_values = {names[switch]: run.switches.get(switch) for switch in varied}
-            page["row"] = {"method": page["method"]} | varied_values | last_metrics(run)
+            values = {short: run.switches.get(switch) for switch, short in varied.items()}
+            page["row"] = {"method": page["method"]} | values | last_metrics(run)
             tests.append(changed_tests(run.folder))
             pages[run.folder] = page
     return {
@@ -140,8 +140,8 @@ def changed_tests(folder: Path) -> Record:
     changes = []
     for old, new in zip(*(read_jsonl(folder / f"test-{when}.jsonl") for when in ("before", "after")), strict=False):
         if None not in (old["reward"], new["reward"]) and old["reward"] != new["reward"]:
-            sides = {"before": old, "after": new}
-            shown = {name: {"text": one["completion"], "value": float(one["reward"])} for name, one in sides.items()}
+            sides = (("before", old), ("after", new))
+            shown = {when: {"text": one["completion"], "value": float(one["reward"])} for when, one in sides}
             changes.append({"prompt": prompt_text(old["prompt"]), "gold": old["gold"], **shown})
     changes.sort(key=lambda change: change["after"]["value"] - change["before"]["value"])
     worse = sum(change["after"]["value"] < change["before"]["value"] for change in changes)

@@ -124,7 +124,7 @@ def test_a_pretrained_model():
         apart = estimate(100 * (rewards[arm] - rewards["NoClip"]).to_numpy())
         for column, of in (("gained", gained), ("minus NoClip", apart)):
             if cells[column]:
-                assert_shows(cells[column], of.mean, of.mean - of.half_width(), of.mean + of.half_width())
+                assert_shows(cells[column], of.mean, *of.interval())
         if arm != "NoClip":
             assert_shows(cells["detects"], apart.detects())
     planned = [*table.index[:-1]]

@@ -285,8 +285,8 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     } == {"models/best": 0.9}
     assert cells["Other evaluations", "Accuracy", "somebody/else", PRODUCTS] == [0, 0.4, None, None]
     sampled = "products test, n = 50, T = 0.6: pass@4"
-    assert close(cells[SUMS, "Accuracy of samples", "Clip", sampled], 1, 0.8, 0.6, 1)
-    assert close(cells[SUMS, "Accuracy of samples", "tiny", sampled], 0, 0.4, 0.2, 1)
+    assert close(cells[SUMS, "Accuracy", "Clip", sampled], 1, 0.8, 0.6, 1)
+    assert close(cells[SUMS, "Accuracy", "tiny", sampled], 0, 0.4, 0.2, 1)
     assert close(cells[SUMS, "Accuracy", "Clip", PRODUCTS.replace("acc", "final acc")], 1, 0.1, 0.09, 0.11)
     assert "evaluation-middle: evaluates" in err
     assert "z-stale: evaluates step 1, and this model of the run is step 2's by now" in err
