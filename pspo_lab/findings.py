@@ -54,15 +54,13 @@ def check_failures(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding
     steps = metrics["step"].max()
     if skipped:
         text = f"{skipped:.0f} of {steps:.0f} optimizer steps were skipped: loss, gradient or log-probs were not finite"
-        yield Finding(
-            3 if skipped > steps / 20 else 2, text, "lower --optimizer.lr; check the surrogate and the reward"
-        )
+        advice = "lower --optimizer.lr; check the surrogate and the reward"
+        yield Finding(3 if skipped > steps / 20 else 2, text, advice)
     unknown = metrics["reward_unknown_share"].mean()
     if unknown > 0:
         text = f"{unknown:.1%} of the completions had no reward, and taught nothing"
-        yield Finding(
-            3 if unknown > 0.2 else 2, text, "look at the first failure on stderr; --reward.timeout may be short"
-        )
+        advice = "look at the first failure on stderr; --reward.timeout may be short"
+        yield Finding(3 if unknown > 0.2 else 2, text, advice)
 
 
 def check_signal(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
@@ -93,9 +91,8 @@ def check_completions(metrics: Metrics, config: dict[str, Any]) -> Iterator[Find
     limit = config.get("rollout.max_completion_tokens", np.nan)
     if truncated > 0.3:
         text = f"{truncated:.0%} of the last completions hit the limit of {limit} tokens"
-        yield Finding(
-            3 if truncated > 0.8 else 2, text, "raise --rollout.max_completion_tokens, or check the stop tokens"
-        )
+        advice = "raise --rollout.max_completion_tokens, or check the stop tokens"
+        yield Finding(3 if truncated > 0.8 else 2, text, advice)
     first, last = metrics.ends("completion_tokens")
     first_reward, last_reward = metrics.ends("reward")
     if last > 1.5 * first and last_reward < first_reward + 0.02:

@@ -7,6 +7,7 @@ one optimizer step a rollout every ratio is 1, where most losses have one gradie
 
 import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -98,13 +99,11 @@ def canonical(switches: dict[str, Any], unclipped: bool) -> dict[str, Any]:
     return switches | changed
 
 
-def describe_identities(runs: Runs) -> list[str]:
+def describe_identities(runs: Runs) -> Iterator[str]:
     """A sentence for each set of settings that are one algorithm."""
-    sentences = []
     for _, names in runs.label[runs.configs.index].groupby(algorithms(runs)):
         alike = list(dict.fromkeys(names))
         if len(alike) > 1:
             text = f"{', '.join(alike[:-1])} and {alike[-1]} are one algorithm here: the gradients of their losses are "
             text += "equal up to a factor, which changes no step of AdamW while no norm is clipped. "
-            sentences.append(f"{text}They can differ by luck alone, so their differences are the noise floor.")
-    return sentences
+            yield f"{text}They can differ by luck alone, so their differences are the noise floor."

@@ -11,8 +11,6 @@ import pandas as pd
 from pspo.terminal import one_line
 from pspo_lab.settings import ARGUMENT, DATA, MODEL, RATE, SURROGATE, default_arguments, defaults, methods, not_compared
 
-LONG = 40  # characters of a value in a label
-
 
 def labels(configs: pd.DataFrame) -> pd.Series:
     """Name of each run's setting: its surrogate, and the switches in which these runs differ, unless at their default.
@@ -84,4 +82,4 @@ def short_value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}: {short_value(part)}" for name, part in value.items())
     text = re.sub(r"(?<![\w./-])[\w./-]*[./](?=[A-Za-z_])", "", " ".join(str(value).split()))
-    return text if len(text) <= LONG else f"{text[: LONG - 1]}…"
+    return text if len(text) <= 40 else f"{text[:39]}…"

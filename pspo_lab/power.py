@@ -23,16 +23,11 @@ Number = float | np.ndarray
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds and problems, and its variance by cause; arrays (...) of several studies, or numbers.
-
-    Attributes:
-        seeds: variance of one seed's mean over these problems; 0 for one seed, of which nothing is known.
-        problems: variance of the mean of all seeds over problems like these; 0 for one problem.
-    """
+    """A mean over seeds and problems, and its variance by cause; arrays (...) of several studies, or numbers."""
 
     mean: Number
-    seeds: Number
-    problems: Number
+    seeds: Number  # variance of one seed's mean over these problems; 0 for one seed, of which nothing is known
+    problems: Number  # variance of the mean of all seeds over problems like these; 0 for one problem
     n_seeds: int
     n_problems: int
 

@@ -70,12 +70,11 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
 
 def setting_curves(runs: Runs) -> Iterator[Record]:
     """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
-    rollouts = runs.rollouts()
-    rollouts = rollouts[["run", *rollouts.select_dtypes("number")]]
+    numbers = runs.rollouts().set_index(["run", "step"]).select_dtypes("number")
     setting = settings.setting_numbers(runs.configs)
     method = settings.methods(runs.configs)
     colours = method_colours(method)
-    values = rollouts.melt(["run", "step"], var_name="column").dropna(subset="value")
+    values = numbers.melt(var_name="column", ignore_index=False).dropna(subset="value").reset_index()
     means = mean_over_seeds(values.assign(row=values["run"].map(setting)), by=["row", "column", "step"])
     for number, cells in means.groupby("row"):
         members = setting.index[setting == number]
