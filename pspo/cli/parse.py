@@ -139,8 +139,9 @@ def put_all(values: dict[str, Any], given: Settings, switches: dict[str, Field])
     """Put a nested configuration over values by switch; what a run's config.yaml has derived is left open."""
     values.update(flat(given, switches))
     values.update({str(switch): None for switch in as_list(given.get(DERIVED))})
-    for name in values.keys() - switches.keys():
-        raise ValueError(unknown_switch(name, switches))
+    for name in values:
+        if name not in switches:
+            raise ValueError(unknown_switch(name, switches))
 
 
 def with_item(old: Any, names: Sequence[str], word: Word, switch: str) -> Any:
