@@ -183,20 +183,19 @@ class Recorder:
 def make_rows(experience: Experience, config: TrainConfig) -> list[Row]:
     """The rows of this rank's rollout."""
     rollout = experience.rollout
-    rows = zip(
-        [i for i in experience.prompt_indices for _ in range(config.rollout.group_size)],
-        rollout.texts,
-        experience.rewards.tolist(),
-        experience.row_advantages,
-        trained_rows(rollout, experience.advantages, config.algorithm).tolist(),
-        rollout.loss_mask.sum(dim=1).tolist(),
-        (~rollout.terminated).tolist(),
-        [None] * len(rollout) if rollout.sampled_mask is None else rollout.turns.tolist(),
-        by_row(experience.rewards_by_name, len(rollout)),
-        by_row(experience.logged, len(rollout)),
-        strict=True,
-    )
-    return [Row(*values) for values in rows]
+    columns = {
+        "problem": [i for i in experience.prompt_indices for _ in range(config.rollout.group_size)],
+        "text": rollout.texts,
+        "reward": experience.rewards.tolist(),
+        "advantage": experience.row_advantages,
+        "trained": trained_rows(rollout, experience.advantages, config.algorithm).tolist(),
+        "tokens": rollout.loss_mask.sum(dim=1).tolist(),
+        "truncated": (~rollout.terminated).tolist(),
+        "turns": [None] * len(rollout) if rollout.sampled_mask is None else rollout.turns.tolist(),
+        "rewards": by_row(experience.rewards_by_name, len(rollout)),
+        "logged": by_row(experience.logged, len(rollout)),
+    }
+    return [Row(**row) for row in by_row(columns, len(rollout))]
 
 
 def by_row(columns: dict[str, list[Any]], n: int) -> list[dict[str, Any]]:
