@@ -41,6 +41,9 @@ Fact = Literal[
 ]
 
 
+NO_SWITCH = {"is_switch": False}  # metadata of a section's other fields
+
+
 def switch(default: Any, text: str, *facts: Fact, compare: bool = True, **limits: float) -> Any:
     """Field of a section: its default, or the class or function that makes it; its help; what holds for its switch.
 
@@ -84,14 +87,7 @@ class LoraConfig(Section, name="model.lora"):
     rank: int = switch(0, "rank of new adapters; 0 for none", "basic", at_least=0)
     alpha: float = switch(32.0, "new adapters' output is scaled by alpha / rank", above=0)
     target_modules: str | list[str] = switch("all-linear", "layers with new adapters, by name or a regular expression")
-    name_or_path = None  # no switch: `LoraFolder` has it
-
-
-@dataclass(frozen=True)
-class LoraFolder(LoraConfig, name="model.lora"):
-    """Adapters of a PEFT folder, as `pspo.model.find.resolve_adapters` finds them."""
-
-    name_or_path: str = ""
+    name_or_path: str | None = field(default=None, metadata=NO_SWITCH)  # a PEFT folder: `resolve_adapters` sets it
 
 
 @dataclass(frozen=True)
@@ -222,7 +218,7 @@ class AlgorithmConfig(Section, name="algorithm"):
     correction: losses.Correction | Callable | None = switch(None, "weight by old / sampler probability", compare=False)
     correction_cap: float = switch(3.0, "largest correction weight", above=0)
     correction_floor: float = switch(0.0, "smallest correction weight", at_least=0)
-    effective_correction: losses.Correction | Callable = field(default="none", init=False)  # `TrainConfig` sets it
+    effective_correction: losses.Correction | Callable = field(default="none", init=False, metadata=NO_SWITCH)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "effective_correction", self.correction or "none")
@@ -397,7 +393,7 @@ def find_switches(config_class: type, prefix: str = "") -> dict[str, Field]:
     for part in fields(config_class):
         if is_dataclass(part.type):
             found |= find_switches(part.type, f"{prefix}{part.name}.")
-        elif part.init:
+        elif part.metadata.get("is_switch", True):
             found[f"{prefix}{part.name}"] = part
     return found
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 import pspo.run.export
-from pspo.config import LoraConfig, LoraFolder, ModelConfig
+from pspo.config import LoraConfig, ModelConfig
 from pspo.model import ASSETS, load_policy, token_logprobs
 from pspo.model.adapters import adapter_config, add_adapters, merged_weights, save_adapters
 from pspo.model.lora import fuse_adapters
@@ -160,7 +160,7 @@ def test_adapters_of_all_linear_layers_are_exact_or_refused(name, tmp_path):
         lora = LoraConfig(rank=4, target_modules=["q_proj", "v_proj", "o_proj"])
         add_adapters(model, adapter_config(ModelConfig(name, lora=lora)))
     save_adapters(model, tmp_path)
-    adapter_config(ModelConfig(lora=LoraFolder(name_or_path=str(tmp_path))))
+    adapter_config(ModelConfig(lora=LoraConfig(name_or_path=str(tmp_path))))
     fuse_adapters(model)
     generator = torch.Generator().manual_seed(0)
     weights = {name: weight.double() for name, weight in tiny(name).named_parameters()}

@@ -176,7 +176,8 @@ def yaml_value(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if is_dataclass(value) and not callable(value):  # a section
-        return {part.name: yaml_value(getattr(value, part.name)) for part in fields(value) if part.init}
+        parts = [part.name for part in fields(value) if part.init and part.metadata.get("is_switch", True)]
+        return {name: yaml_value(getattr(value, name)) for name in parts}
     if not callable(value):
         return str(value) if isinstance(value, pathlib.Path) else value
     if hasattr(value, "__qualname__"):  # a function

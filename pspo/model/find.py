@@ -16,7 +16,7 @@ import jinja2
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from pspo.config import DataConfig, LoraConfig, LoraFolder, ModelConfig, require
+from pspo.config import DataConfig, LoraConfig, ModelConfig, require
 from pspo.tasks.files import read_text
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -54,7 +54,7 @@ def resolve_adapters(config: ModelConfig) -> ModelConfig:
         peft_config = read_adapter_config(folder)
         base = peft_config.get("base_model_name_or_path")
         require(base, "model.name_or_path", "must be a PEFT folder that names its base model", str(folder))
-        adapters = LoraFolder(name_or_path=str(folder))
+        adapters = LoraConfig(name_or_path=str(folder))
         config = replace(config, name_or_path=base, revision=peft_config.get("revision"), lora=adapters)
     if config.has_adapters and importlib.util.find_spec("peft") is None:
         raise ValueError("--model.lora needs peft: pip install 'pspo[lora]'")
