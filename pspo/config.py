@@ -39,8 +39,6 @@ Fact = Literal[
     "may grow",  # when a run is resumed, unless the learning rate depends on it
     "no setting",  # makes no other setting in comparisons: files, logs, processes, memory, seeds
 ]
-
-
 NO_SWITCH = {"is_switch": False}  # metadata of a section's other fields
 
 
