@@ -132,14 +132,14 @@ def test_problems_replace_those_of_a_call_that_failed_but_nobody_elses(here):
         train("./nowhere", data={"train": problems, "validation": problems}, run=run | {"output_dir": "out"})
     train(data=problems[:4], rollout=SWITCHES, run=run | {"output_dir": "out"})
     assert [path.name for path in Path("out/data").glob("[!.]*")] == ["train.jsonl"]
-    Path("project").mkdir()
+    Path("project/checkpoints").mkdir(parents=True)
     Path("project/config.yaml").write_text("mine: 1")
     Path("other/data").mkdir(parents=True)
     Path("other/data/train.jsonl").write_text("mine")
     for folder, words in (("project", "already holds something"), ("other", "other problems: choose another folder")):
         with pytest.raises(ValueError, match=words):
             train(data=problems, rollout=SWITCHES, run=run | {"output_dir": folder})
-    assert [path.name for path in Path("project").iterdir()] == ["config.yaml"]
+    assert {path.name for path in Path("project").iterdir()} == {"config.yaml", "checkpoints"}
     assert Path("other/data/train.jsonl").read_text() == "mine"
 
 

@@ -118,8 +118,8 @@ def _parse(path: Path, content: bytes, parse: Callable[[bytes], Any]) -> dict[st
 
 def is_run(folder: Path) -> bool:
     """True if a run has begun in the folder; an evaluation has a config.yaml, too, but nothing else of a run."""
-    others = (".lock", "metrics.jsonl", "checkpoints")  # a copy of a run may lack the first
-    return (folder / "config.yaml").exists() and any((folder / name).exists() for name in others)
+    others = (".lock", "metrics.jsonl", "checkpoints/step-*/manifest.json")  # a copy of a run may lack the first
+    return (folder / "config.yaml").exists() and any(any(folder.glob(name)) for name in others)
 
 
 def check_new_folder(folder: Path) -> None:

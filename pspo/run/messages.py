@@ -65,14 +65,13 @@ def print_warnings(config: TrainConfig, prompts: dict[str, Prompts]) -> None:
 def describe_results(summary: Record) -> str:
     """Tests of the model before training, of the best and of the final one; validation rewards."""
     best_step = summary["best_step"]
-    models = {"before": "before", "after": f"after, step {best_step}"}
+    tests = {"before": summary["before"], f"after, step {best_step}": summary["after"]}
     if best_step != summary["optimizer_steps"]:
-        models["final"] = f"final, step {summary['optimizer_steps']}"
+        tests[f"final, step {summary['optimizer_steps']}"] = summary["final"]
     columns = {}
     for name in ("mean_reward", "accuracy", "gold_anywhere", *MEANS):
         if name in summary["after"]:
             header = f"{measure_name(name)} [95%]" if name in ESTIMATES else measure_name(name)
-            tests = {model: summary[test] for test, model in models.items()}
             columns[header] = {model: from_record(test, name) for model, test in tests.items() if name in test}
     lines = [table("greedy, held-out", columns)] if columns else []
     validations = {
