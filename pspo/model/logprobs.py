@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -104,16 +105,13 @@ def row_chunks(model: PreTrainedModel, mask: Tensor) -> list[tuple[slice, slice]
     A row whose own logits are too many stands alone; `head_logprobs` divides it.
     """
     most = chunk_tokens(model)
-    chunks = []
-    rows = tokens = slice(0, 0)
-    for length in mask.sum(dim=1).tolist():
-        if tokens.stop + length - tokens.start > most and rows.stop > rows.start:
-            chunks.append((rows, tokens))
-            rows = slice(rows.stop, rows.stop)
-            tokens = slice(tokens.stop, tokens.stop)
-        rows = slice(rows.start, rows.stop + 1)
-        tokens = slice(tokens.start, tokens.stop + length)
-    return [*chunks, (rows, tokens)]
+    lengths = mask.sum(dim=1).tolist()
+    ends = [0, *accumulate(lengths)]  # of the rows among the tokens
+    starts = [0]
+    for row in range(1, len(lengths)):
+        if ends[row + 1] - ends[starts[-1]] > most:
+            starts.append(row)
+    return [(slice(a, b), slice(ends[a], ends[b])) for a, b in pairwise([*starts, len(lengths)])]
 
 
 def head_logprobs(

@@ -33,16 +33,14 @@ def hidden_states_of_shared_prompts(
     """
     if ids.shape[1] == width:
         return None
-    is_first = torch.ones_like(ids[:, 0], dtype=torch.bool)  # of the rows with its prompt
-    differs = (ids[1:, :width] != ids[:-1, :width]) | (mask[1:, :width] != mask[:-1, :width])
-    is_first[1:] = differs.any(dim=1)
-    prompts = is_first.nonzero().squeeze(1)  # (n,), the first row of each prompt
+    columns = torch.cat([ids[:, :width], mask[:, :width]], dim=1)
+    _, row_prompts, counts = columns.unique_consecutive(return_inverse=True, return_counts=True, dim=0)
+    prompts = counts.cumsum(dim=0) - counts  # (n,), the first row of each prompt
     cache, mask, L = share_prefix(model, ids[prompts, :width], mask[prompts, :width], mask, positions)
     if L == 0 and len(prompts) == len(ids):
         return None
 
     last = body_states(model, ids[prompts, L:width], mask[prompts, :width], positions[prompts, L:width], cache)[:, -1:]
-    row_prompts = is_first.cumsum(dim=0) - 1  # (B,)
     states = last.new_zeros(len(ids), ids.shape[1] - width, last.shape[2])
     lengths = mask[:, width:].sum(dim=1)
     for rows in passes_by_length(lengths, model.device):

@@ -7,6 +7,7 @@ without sorting the vocabulary, and finished rows leave the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from pspo.model import CACHE_ARGUMENT, share_prefix, takes_visible_columns, to_device, to_model
-from pspo.rollout.drawing import NucleusRecorder, draw_tokens, score_tokens
+from pspo.rollout.drawing import NucleusRecorder, draw_tokens
 from pspo.rollout.types import Completions, Padded, Sampling
 
 GPU_CHECK_EVERY = 16  # tokens between checks for finished rows: each makes the CPU wait for the GPU
@@ -121,12 +122,11 @@ class DecodeState:
 
     def sample(self, sampling: Sampling) -> None:
         """Draw the next token of each row, padding where the row has ended."""
-        scores, allowed = score_tokens(self.logits, sampling)
-        top_p = sampling.top_p
+        record = None
         if self.nuclei is not None:
-            scores = allowed = self.nuclei.cut(allowed, top_p, self.live, self.ended, self.length)
-            top_p = 1.0
-        self.tokens = draw_tokens(allowed, sampling.temperature, top_p).where(~self.ended, sampling.pad_id)
+            record = partial(self.nuclei.cut, sampling.top_p, self.live, self.ended, self.length)
+        tokens, scores = draw_tokens(self.logits, sampling, record)
+        self.tokens = tokens.where(~self.ended, sampling.pad_id)
         self.completions[self.live, self.length] = self.tokens
         if self.logprobs is not None:
             self.logprobs[self.live, self.length] = -cross_entropy(scores, self.tokens, reduction="none")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,18 +96,22 @@ def random_numbers(generators: Generators | None) -> Iterator[None]:
             generators.states = torch_states(device)
 
 
-def score_tokens(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Logits (b, V) at the temperature, float32; and the same with -inf below the top_k largest of each row."""
-    scores = logits.float() / (sampling.temperature or 1.0)
-    if sampling.top_k == 0:
-        return scores, scores
-    least = scores.topk(min(sampling.top_k, scores.shape[1])).values[:, -1:]
-    return scores, scores.masked_fill(scores < least, -torch.inf)
+def draw_tokens(
+    logits: Tensor, sampling: Sampling, record: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """A token (b,) of each row of logits (b, V), from its nucleus; and the scores (b, V) that its log-prob is of.
 
-
-def draw_tokens(scores: Tensor, temperature: float, top_p: float) -> Tensor:
-    """A token (b,) of each row of scores (b, V), from its nucleus; temperature 0 takes the likeliest."""
-    return sample_nucleus(scores.softmax(dim=1), top_p) if temperature > 0 else scores.argmax(dim=1)
+    These are at the temperature, float32; over nuclei alone where they are recorded. Temperature 0 takes the likeliest.
+    """
+    scores = allowed = logits.float() / (sampling.temperature or 1.0)
+    if sampling.top_k > 0:
+        least = scores.topk(min(sampling.top_k, scores.shape[1])).values[:, -1:]
+        allowed = scores.masked_fill(scores < least, -torch.inf)
+    if record is not None:
+        scores = allowed = record(allowed)
+    if sampling.temperature == 0:
+        return allowed.argmax(dim=1), scores
+    return sample_nucleus(allowed.softmax(dim=1), sampling.top_p if record is None else 1.0), scores
 
 
 def sample_nucleus(probs: Tensor, top_p: float) -> Tensor:
@@ -180,7 +184,7 @@ class NucleusRecorder:
         self.rows: list[Tensor] = []  # by step, the row of each recorded token
         self.ids: list[Tensor] = []
 
-    def cut(self, scores: Tensor, top_p: float, live: Tensor, ended: Tensor, column: int) -> Tensor:
+    def cut(self, top_p: float, live: Tensor, ended: Tensor, column: int, scores: Tensor) -> Tensor:
         """Record the nuclei of a column's rows (b,) that have not ended; returns scores (b, V), -inf outside nuclei."""
         is_inside = in_nucleus(scores.softmax(dim=1), top_p)
         recorded = is_inside & ~ended[:, None]

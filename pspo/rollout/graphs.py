@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer
 
 from pspo.model import to_device
 from pspo.rollout.decode import GPU_CHECK_EVERY, Prefill, cache_dtype, next_logits, prefill
-from pspo.rollout.drawing import draw_tokens, score_tokens, set_torch_states, torch_states
+from pspo.rollout.drawing import draw_tokens, set_torch_states, torch_states
 from pspo.rollout.types import Completions, Padded, Sampling
 
 MIN_ROWS = 8  # of a graph: fewer are hardly faster
@@ -219,8 +219,8 @@ class GraphDecoder:
     def draw(self, logits: Tensor, sampling: Sampling) -> None:
         """Draw the next token of the first n rows from logits (n, V); padding where a row has ended."""
         n = len(logits)
-        scores, allowed = score_tokens(logits, sampling)
-        tokens = draw_tokens(allowed, sampling.temperature, sampling.top_p).where(~self.ended[:n], sampling.pad_id)
+        tokens, scores = draw_tokens(logits, sampling)
+        tokens = tokens.where(~self.ended[:n], sampling.pad_id)
         places = (self.rows[:n], self.length.expand(n))
         self.completions.index_put_(places, tokens)
         if sampling.logprobs:

@@ -195,10 +195,8 @@ def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
     return Rollout(**joined)
 
 
-def masked_rollout(rollout: Rollout, algorithm: AlgorithmConfig) -> Rollout:
-    """The rollout as the loss sees it: without the tokens of truncated rows under --algorithm.mask_truncated."""
-    if not algorithm.mask_truncated:
-        return rollout
+def without_truncated(rollout: Rollout) -> Rollout:
+    """The rollout as the loss sees it under --algorithm.mask_truncated: no token of rows that hit the limit."""
     return replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
 
 
@@ -207,8 +205,9 @@ def trained_rows(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfi
 
     Others have no gradient but that of terms. Resampling replaces groups without such a row; statistics are of these.
     """
-    mask = masked_rollout(rollout, algorithm).loss_mask
-    return (mask & (advantages.reshape(len(mask), -1) != 0)).any(dim=1)
+    if algorithm.mask_truncated:
+        rollout = without_truncated(rollout)
+    return (rollout.loss_mask & (advantages.reshape(len(rollout), -1) != 0)).any(dim=1)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pspo.config import AlgorithmConfig, TrainConfig
 from pspo.losses import Counts
 from pspo.model import is_out_of_memory
 from pspo.model.device import MICROBATCH_TOKENS
-from pspo.rollout.types import Batch, Rollout, masked_rollout, trained_rows
+from pspo.rollout.types import Batch, Rollout, trained_rows, without_truncated
 from pspo.update.learner import Learner
 
 
@@ -31,7 +31,9 @@ def make_batch(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig)
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
     if algorithm.nucleus == "replay" and rollout.nucleus is None:
         raise ValueError("--algorithm.nucleus replay needs nuclei: make_sampling(..., algorithm=config.algorithm)")
-    return Batch(masked_rollout(rollout, algorithm), advantages.cpu().reshape(len(rollout.texts), -1))
+    if algorithm.mask_truncated:
+        rollout = without_truncated(rollout)
+    return Batch(rollout, advantages.cpu().reshape(len(rollout.texts), -1))
 
 
 def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuffled: bool = False) -> list[Minibatch]:

@@ -58,22 +58,29 @@ def concat_columns(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Statistics of a step over all ranks' tokens: `diagnose`, the entropy of `trained_rows`, and those of terms."""
-    logprobs = tokens["logprob"]
-    old_logprobs = tokens["old_logprob"]
     is_active = tokens["advantage"] != 0
     active = {name: values[is_active] for name, values in tokens.items()}
     metrics = diagnose(active["logprob"], active["old_logprob"], active["advantage"], active["weight"], active["row"])
     is_trained = tokens["is_trained"].bool()
     entropies = tokens["entropy"][is_trained] if is_trained.any() else tokens["entropy"]  # all if none has a signal
     metrics["entropy"] = entropies.sum().item() / max(len(entropies), 1)
+    if algorithm.beta > 0 or algorithm.effective_correction != "none":
+        metrics |= term_metrics(tokens, counts, algorithm)
+    return metrics
+
+
+def term_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """Statistics of the KL penalty and of the correction, those of the two that are on."""
+    metrics = {}
+    old_logprobs = tokens["old_logprob"]
+    is_active = tokens["advantage"] != 0
     if algorithm.beta > 0:
-        everywhere = torch.ones_like(is_active)
-        kl = kl_estimate(logprobs, tokens["reference_logprob"], everywhere, algorithm.kl_estimator, old_logprobs)
+        logprobs = (tokens["logprob"], tokens["reference_logprob"])
+        kl = kl_estimate(*logprobs, torch.ones_like(is_active), algorithm.kl_estimator, old_logprobs)
         metrics["kl_reference"] = kl.sum().item() / max(counts.tokens, 1)
     if algorithm.effective_correction != "none":
-        sampler_logprobs = tokens["sampler_logprob"]
         bounds = (algorithm.effective_correction, algorithm.correction_cap, algorithm.correction_floor)
-        metrics |= diagnose_correction(old_logprobs, sampler_logprobs, tokens["row"], is_active, *bounds)
+        metrics |= diagnose_correction(old_logprobs, tokens["sampler_logprob"], tokens["row"], is_active, *bounds)
     return metrics
 
 
