@@ -14,7 +14,7 @@ import pspo.run.export
 from pspo.config import LoraConfig, ModelConfig
 from pspo.model import ASSETS, load_policy, token_logprobs
 from pspo.model.adapters import adapter_config, add_adapters, merged_weights, save_adapters
-from pspo.model.lora import fuse_adapters
+from pspo.model.linear import use_fast_products
 
 peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")
@@ -161,7 +161,7 @@ def test_adapters_of_all_linear_layers_are_exact_or_refused(name, tmp_path):
         add_adapters(model, adapter_config(ModelConfig(name, lora=lora)))
     save_adapters(model, tmp_path)
     adapter_config(ModelConfig(lora=LoraConfig(name_or_path=str(tmp_path))))
-    fuse_adapters(model)
+    use_fast_products(model, has_adapters=True)
     generator = torch.Generator().manual_seed(0)
     weights = {name: weight.double() for name, weight in tiny(name).named_parameters()}
     with torch.no_grad():

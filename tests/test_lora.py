@@ -23,7 +23,7 @@ from pspo.losses import PSPO
 from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, locate, token_logprobs
 from pspo.model.adapters import save_adapters
 from pspo.model.device import autocast
-from pspo.model.lora import fuse_adapters, fused_forward
+from pspo.model.linear import fused_forward, use_fast_products
 from pspo.rollout import Rollout
 from pspo.run.folders import checkpoints
 from pspo.train import main
@@ -80,7 +80,7 @@ def test_a_layer_is_no_further_from_float64_than_peft_s(shape, mode, monkeypatch
     for parameter in model.parameters():
         parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
     exact, theirs, ours = copy.deepcopy(model).double(), model, copy.deepcopy(model)
-    fuse_adapters(ours)
+    use_fast_products(ours, has_adapters=True)
     assert ours[0].forward.func is fused_forward
 
     x, weights = torch.randn(shape).bfloat16().double(), torch.randn(*shape[:-1], 33).bfloat16().double()

@@ -16,7 +16,7 @@ import pspo.model.linear
 from pspo.config import ModelConfig, RolloutConfig
 from pspo.model import ASSETS, load_policy, load_tokenizer, locate, stop_token_ids
 from pspo.model.find import check_token_ids
-from pspo.model.linear import onednn_linear, use_onednn
+from pspo.model.linear import onednn_linear, use_fast_products
 from pspo.rollout import make_sampling
 
 CPU = torch.device("cpu")
@@ -150,7 +150,7 @@ def layers(monkeypatch):
         torch.manual_seed(0)
         theirs = nn.Linear(inputs, outputs, bias=bias).to(dtype)
         ours = nn.Sequential(copy.deepcopy(theirs))
-        use_onednn(ours)
+        use_fast_products(ours, has_adapters=False)
         assert ours[0].forward.func is onednn_linear
         return theirs, ours[0]
 

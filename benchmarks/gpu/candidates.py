@@ -21,6 +21,7 @@ import pspo.model.logprobs
 import pspo.rollout.graphs
 from benchmarks.gpu.common import UNSHARED
 from pspo.model.shared_prompts import CACHE_ARGUMENT, PassCache, body_states, to_model
+from pspo.rollout import Sampling
 from pspo.rollout.drawing import RACE_MISS, sample_race
 from pspo.rollout.graphs import COLUMN_STEP, FixedLayer, GraphDecoder, round_rows
 
@@ -273,9 +274,15 @@ def race_in_one_pass(probs: Tensor, top_p: float) -> Tensor:
     return candidates.gather(1, first).squeeze(1)
 
 
-def compiled_draw(race: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, float, float], Tensor]:
+def compiled_draw(race: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, Sampling], tuple[Tensor, Tensor]]:
     """`draw_tokens`, compiled."""
-    return compile_whole(lambda scores, temperature, top_p: race(scores.softmax(dim=1), top_p), dynamic=False)
+    draw = compile_whole(lambda scores, top_p: race(scores.softmax(dim=1), top_p), dynamic=False)
+
+    def draw_tokens(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        scores = logits.float() / sampling.temperature
+        return draw(scores, sampling.top_p), scores
+
+    return draw_tokens
 
 
 @contextlib.contextmanager

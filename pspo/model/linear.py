@@ -1,10 +1,12 @@
-"""Matrix products in float32 on a CPU by oneDNN, which uses AVX-512 on every maker's CPUs.
+"""Fast products of linear layers: by oneDNN on a CPU, and of LoRA's adapters in place.
 
 PyTorch multiplies float32 matrices by MKL, which uses AVX2 at most on other makers' CPUs: on an AMD EPYC it is half
-as fast as oneDNN. Same arithmetic, float32 throughout; the order of the sums differs.
+as fast as oneDNN with AVX-512. Same arithmetic, float32 throughout; the order of the sums differs. PEFT casts, scales
+and adds its adapters' output in a pass each over whole activations.
 """
 
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +15,17 @@ from torch.nn import functional
 MIN_MULTIPLICATIONS = 2**22  # of a product: for fewer, the call costs more than it saves
 
 
-def use_onednn(model: nn.Module) -> None:
-    """Make a model's linear layers compute their float32 products by oneDNN, if the CPU has AVX-512."""
-    if has_avx512() and next(model.parameters()).device.type != "cuda":
-        for module in model.modules():
-            if type(module) is nn.Linear:
-                module.forward = partial(onednn_linear, module)
+def use_fast_products(model: nn.Module, has_adapters: bool) -> None:
+    """Replace the forward passes of linear layers, if the CPU has AVX-512, and of PEFT's adapters of them."""
+    adapted_class = None
+    if has_adapters:
+        from peft.tuners.lora import Linear as adapted_class
+    by_onednn = has_avx512() and next(model.parameters()).device.type != "cuda"
+    for module in model.modules():
+        if type(module) is nn.Linear and by_onednn:
+            module.forward = partial(onednn_linear, module)
+        elif type(module) is adapted_class and type(module.base_layer) is nn.Linear:
+            module.forward = partial(fused_forward, module)
 
 
 @cache
@@ -65,3 +72,40 @@ class OneDNNProduct(torch.autograd.Function):
             product(rows.t(), x.reshape(-1, x.shape[-1]).t()) if needs_weight else None,
             rows.sum(dim=0) if needs_bias else None,
         )
+
+
+def fused_forward(module: Any, x: Tensor) -> Tensor:
+    """x W^T + bias + s (x A^T) B^T of PEFT's adapters of a frozen W, in the dtype of autocast, or of W."""
+    base = module.base_layer
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
+    return LoraProduct.apply(
+        x.to(dtype),
+        base.weight.to(dtype),
+        None if base.bias is None else base.bias.to(dtype),
+        module.lora_A["default"].weight.to(dtype),
+        module.lora_B["default"].weight.to(dtype),
+        module.scaling["default"],
+    )
+
+
+class LoraProduct(torch.autograd.Function):
+    """x (..., I), weight (O, I), bias (O,), a (R, I) and b (O, R) to (..., O); no gradient of weight and bias."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])  # (N, I)
+        inner = rows @ a.t()  # (N, R)
+        ctx.save_for_backward(rows, inner, weight, a, b)
+        ctx.scale = scale
+        return product(rows, weight, bias).addmm_(inner, b.t(), alpha=scale).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, inner, weight, a, b = ctx.saved_tensors
+        g = gradient.reshape(-1, gradient.shape[-1])  # (N, O)
+        g_inner = ctx.scale * (g @ b)  # (N, R)
+        g_x = None
+        if ctx.needs_input_grad[0]:
+            g_x = product(g, weight.t()).addmm_(g_inner, a).view(*gradient.shape[:-1], -1)
+        return g_x, None, None, g_inner.t() @ rows, ctx.scale * (g.t() @ inner), None

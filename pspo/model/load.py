@@ -24,7 +24,7 @@ from pspo.config import DistributedConfig, ModelConfig, require
 from pspo.model.adapters import adapter_config, add_adapters, fill_adapters, has_adapters, save_adapters
 from pspo.model.device import casts_to_bf16, set_variables
 from pspo.model.find import load_model_config, load_pretrained, resolve_adapters, set_dropout, stop_token_ids
-from pspo.model.linear import use_onednn
+from pspo.model.linear import use_fast_products
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
 
@@ -105,11 +105,7 @@ def prepare_policy(policy: PreTrainedModel, config: ModelConfig) -> None:
     policy.eval()
     if policy.device.type == "cpu":
         set_variables()
-    use_onednn(policy)
-    if config.has_adapters:
-        from pspo.model.lora import fuse_adapters
-
-        fuse_adapters(policy)
+    use_fast_products(policy, config.has_adapters)
     if config.gradient_checkpointing:  # by transformers' own switch layers lose their cache
         layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
         if not layers:

@@ -138,7 +138,7 @@ def refill(experience: Experience, fresh: Experience, algorithm: AlgorithmConfig
     def select(values: dict[str, list], fresh_values: dict[str, list]) -> dict[str, list]:
         """The rows' values by name, None where there is none."""
         selected = {}
-        for name in dict.fromkeys([*values, *fresh_values]):
+        for name in values | fresh_values:
             first = values.get(name, [None] * len(experience.rewards))
             joined = first + fresh_values.get(name, [None] * len(fresh.rewards))
             selected[name] = [joined[row] for row in rows]
