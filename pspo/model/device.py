@@ -4,6 +4,7 @@ import math
 import os
 import resource
 import sys
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ def choose_threads(model: PreTrainedModel) -> None:
         torch.set_num_threads(1)
 
 
+@cache
 def casts_to_bf16(mode: str, device: torch.device) -> bool:
     """True if --model.autocast ``mode`` (auto, bf16 or none) casts on this device."""
     if mode == "auto":

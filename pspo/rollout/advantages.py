@@ -67,9 +67,7 @@ def estimate_advantages(
 def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "none", eps: float = 1e-4) -> Tensor:
     """A = R - mean of its group, scaled as the module says: (B,) float32, float64 for float64 rewards.
 
-    A group whose rewards are all equal gets exactly 0.0, found by comparison: subtracting a rounded mean would leave
-    noise that "group" scaling blows up. The rows of one prompt are adjacent; NaN is an unknown reward, in no mean or
-    deviation, with A = 0.
+    The rows of a group are adjacent. NaN is an unknown reward, in no mean or deviation, with A = 0.
     """
     if group_size < 2:
         raise ValueError(f"group_size must be at least 2 (a group of 1 has advantage 0 always), got {group_size}")
@@ -81,6 +79,7 @@ def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "no
     advantages = groups - mean
     if scale != "none":
         advantages = _scale(advantages, groups, mean, scale, eps)
+    # By comparison exactly 0: a rounded mean leaves noise, which "group" blows up.
     return torch.where(all_equal | unknown, 0.0, advantages).flatten()
 
 

@@ -73,8 +73,7 @@ def generate(
 ) -> Rollout:
     """Draw ``group_size`` completions of each encoded prompt with torch's global generators.
 
-    At most `Sampling.max_rows` rows are decoded at a time. If memory runs out, all are drawn again by half as many at a
-    time; ``memory`` keeps that number for later draws.
+    At most `Sampling.max_rows` rows at a time; if memory runs out, all again by half as many, which ``memory`` keeps.
     """
     stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
     max_rows = sampling.max_rows if memory is None else min(sampling.max_rows, memory.max_rows)
