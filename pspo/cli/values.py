@@ -14,7 +14,6 @@ import types
 import typing
 from collections import abc
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any, get_args, get_origin, get_type_hints
@@ -67,19 +66,19 @@ def read(kind: Any, given: Any, switch: str) -> Any:
 
 
 def from_word(kind: Any, word: str, switch: str) -> Any:
-    """What YAML would hold for a word of a command: the text itself if the type takes texts."""
+    """What YAML would hold for a word of a command; of a type that takes texts, the word, but for brackets it takes."""
     kinds = (kind, *get_args(kind))
-    if not any(part in (str, pathlib.Path, list[str]) for part in kinds):
-        try:
-            return load_yaml(word)
-        except yaml.YAMLError as error:
-            raise ValueError(f"--{switch} {word}: {one_line(str(error))}") from error
-    with suppress(yaml.YAMLError):
-        value = load_yaml(word) if word[:1] in ("{", "[") else None
-        is_quoted = isinstance(value, list) and not any(isinstance(item, Unquoted) for item in value)
-        if type(value) in map(get_origin, kinds) and (is_quoted or isinstance(value, dict)):
-            return value
-    return str(word)
+    takes_text = any(part in (str, pathlib.Path, list[str]) for part in kinds)
+    if takes_text and word[:1] not in ("{", "["):
+        return str(word)
+    try:
+        value = load_yaml(word)
+    except yaml.YAMLError as error:
+        if takes_text:
+            return str(word)
+        raise ValueError(f"--{switch} {word}: {one_line(str(error))}") from error
+    is_text = isinstance(value, list) and any(isinstance(item, Unquoted) for item in value)  # [END]
+    return str(word) if takes_text and (is_text or type(value) not in map(get_origin, kinds)) else value
 
 
 def as_list(given: Any) -> list[Any]:
