@@ -92,7 +92,9 @@ class LoraConfig(Section, name="model.lora"):
 class ModelConfig(Section, name="model"):
     """Model and numerics."""
 
-    name_or_path: str = switch("tiny-base", "tiny-base, -math, -text, a folder or a hub id", "basic", "main", "path")
+    name_or_path: str = switch(
+        "tiny-base", "tiny-base, tiny-math, tiny-text, a folder or a hub id", "basic", "main", "path"
+    )
     revision: str | None = switch(None, "branch, tag or commit on the hub")
     dtype: Literal["auto", "float32", "bfloat16"] = switch("auto", "weights; auto: float32, frozen ones bfloat16")
     autocast: Literal["auto", "bf16", "none"] = switch("auto", "bf16 over float32 weights; auto: on GPUs that have it")
@@ -111,14 +113,16 @@ class ModelConfig(Section, name="model"):
 class DataConfig(Section, name="data"):
     """Problems and prompts."""
 
-    name: str = switch("arithmetic", "letters, sums, gsm8k, math, svamp, asdiv, A+B, a hub id, file", "basic", "main")
-    path: str | None = switch(None, "local file or folder; unset, data.name", "basic", "path", "free", "no setting")
+    name: str = switch("arithmetic", "letters, sums, gsm8k, math, svamp, asdiv, A+B, a hub id", "basic", "main")
+    path: str | None = switch(None, "local file or folder that has the data", "basic", "path", "free", "no setting")
     hub: dict[str, str | dict[str, str]] = switch(dict, "config, revision, and splits: {train: NAME, ...}", "mapping")
     limit: int | None = switch(None, "number of problems of the split to use; unset, all", "basic", above=0)
     seed: int = switch(0, "shuffles the problems and draws the validation split")
-    columns: dict[str, str] = switch(dict, "your names of the columns prompt and answer", "basic", "mapping")
+    columns: dict[str, str] = switch(dict, "your columns: {prompt: question, answer: label}", "basic", "mapping")
     answer_kind: AnswerKind | None = switch(None, "gold answers are exact numbers, text or none; unset, by the data")
-    holdout: float | None = switch(None, "share held out for a test; unset, a fifth", "basic", at_least=0, below=1)
+    holdout: float | None = switch(
+        None, "share that training holds out for a test; unset, a fifth", "basic", at_least=0, below=1
+    )
     system_prompt: str | None = switch(None, 'system message, "" for none; unset, the paper\'s if answers are numbers')
     chat_template: dict[str, Any] | str | None = switch(None, "a Jinja file, or arguments", "path", "mapping")
     max_prompt_tokens: int = switch(512, "drop problems with longer prompts", above=0)
@@ -174,7 +178,7 @@ class RolloutConfig(Section, name="rollout"):
     """Sampling of completions."""
 
     prompts: int = switch(32, "prompts per rollout", "basic", above=0)
-    group_size: int = switch(4, "completions per prompt; with 1 all advantages are 0", "basic", at_least=2)
+    group_size: int = switch(4, "completions per prompt, at least 2", "basic", at_least=2)
     max_completion_tokens: int = switch(128, "maximum length of a completion", "basic", above=0)
     stop_tokens: list[str] | None = switch(None, "tokens that end a completion; unset, the model's and its template's")
     stop_strings: list[str] = switch(list, 'texts that end a completion, too, such as "Question:"')

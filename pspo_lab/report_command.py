@@ -3,7 +3,7 @@
 RUNS are run folders, or folders that hold some, however deep. Each model with its training data is a task, with tables
 and pictures of its own. Writes ``report.md`` (everything), the tables as ``table.csv`` (a line per cell, shares from 0
 to 1), and pictures as SVG. Runs without a ``summary.json`` are not finished: their curves are drawn, and the tables
-leave them out. Of several evaluations of a model on the same problems, the one in the folder that sorts last counts.
+leave them out. Of several evaluations of a model on the same problems, the last by folder name counts.
 """
 
 import argparse

@@ -168,12 +168,13 @@ def unknown_switch(name: str, switches: dict[str, Field]) -> str:
 
 
 def print_help(config_class: type, prog: str, topic: str) -> None:
-    """Print what each basic switch is; or each of a section, or of all."""
+    """Print what each basic switch is, or each if none is basic; or each of a section, or of all."""
     texts = {"print_config": "print the configuration as YAML and exit", "help": "all, or a section such as rollout"}
     texts["config"] = f"YAML file, or {', '.join(METHODS)}; later switches override it"
-    for switch, part in find_switches(config_class).items():
-        if not topic and "basic" not in part.metadata["facts"]:
-            continue
+    switches = find_switches(config_class)
+    basic = [switch for switch, part in switches.items() if "basic" in part.metadata["facts"]]
+    for switch in basic if basic and not topic else switches:
+        part = switches[switch]
         default = argument_text(default_of(part))
         is_said = default != "null" and len(default) < 40
         texts[switch] = part.metadata["text"] + (f" (default: {default})" if is_said else "")
