@@ -68,10 +68,9 @@ class BufferedLayer(DynamicLayer):
     def __init__(self, layer: DynamicLayer, group_size: int, max_completion_tokens: int):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
-        dtype = cache_dtype(layer.keys)
         self.buffers = []
         for states in (layer.keys, layer.values):
-            repeated = states.to(dtype).repeat_interleave(group_size, dim=0)
+            repeated = states.to(cache_dtype(states)).repeat_interleave(group_size, dim=0)
             self.buffers.append(pad(repeated, (0, 0, 0, max_completion_tokens)))
         self.keys, self.values = (buffer[:, :, : layer.get_seq_length()] for buffer in self.buffers)
 

@@ -55,8 +55,7 @@ def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuff
     for part in groups.tensor_split(algorithm.minibatches):
         trained = [group[has_gradient[group]].tolist() for group in part]
         trained = sorted(filter(None, trained), key=lambda rows: -max(lengths[row] for row in rows))
-        if not trained:
-            trained = [[int(part[0, 0])]]  # one row, of zero gradient: without any AdamW would skip its update
+        trained = trained or [[int(part[0, 0])]]  # a row of zero gradient: without any AdamW would skip its update
         sizes = torch.tensor([int(loss_tokens[part.flatten()].sum()), part.numel()])
         if learner.n_ranks > 1:
             sizes = dist.sum_over_ranks(sizes)

@@ -118,13 +118,12 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     surrogate = algorithm.surrogate.bind_step(learner.steps)
     visits = []
     gradients = []
-    device_type = policy.device.type
     with autocast(config.model.autocast, policy.device):  # around all: casts weights once
         hidden = hidden_states(policy, rollout, learner.shares_prompts)  # (N, H)
         for rows, tokens in row_chunks(policy, rollout.completion_mask):
             states = hidden[tokens].detach().requires_grad_()  # (n, H)
             logprobs, entropies = head_logprobs(policy, states, rollout.targets(rows), config.rollout.temperature)
-            with torch.autocast(device_type, enabled=False):
+            with torch.autocast(policy.device.type, enabled=False):
                 x = batch.loss_inputs(rows, logprobs, entropies, learner.steps)
                 losses = surrogate(x.logprobs, x.old_logprobs, x.advantages, x.mask)  # (b, t)
                 check_loss(algorithm.surrogate, losses, x.logprobs)
@@ -139,6 +138,6 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
             x = replace(x, logprobs=x.logprobs.detach(), entropies=x.entropies.detach())
             visits.append(Visit(x, loss.detach(), weights, batch.indices[rows], rollout.loss_mask[rows]))
         if hidden.requires_grad:  # not with adapters at the output embedding alone
-            with torch.autocast(device_type, enabled=False):
+            with torch.autocast(policy.device.type, enabled=False):
                 hidden.backward(torch.cat(gradients))
     return visits
