@@ -94,7 +94,7 @@ def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype of the weights; of the frozen ones under LoRA."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
-    return torch.bfloat16 if config.has_adapters and casts_to_bf16(config.autocast, device) else torch.float32
+    return torch.bfloat16 if casts_to_bf16(config.autocast, device) and config.has_adapters else torch.float32
 
 
 def prepare_policy(policy: PreTrainedModel, config: ModelConfig) -> None:

@@ -74,12 +74,11 @@ def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "no
     groups = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).view(-1, group_size)  # (B / G, G)
     unknown = groups.isnan()
     highest = groups.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
-    all_equal = ((groups == highest) | unknown).all(dim=1, keepdim=True)
+    all_equal = ((groups == highest) | unknown).all(dim=1, keepdim=True)  # exactly 0: a rounded mean leaves noise
     mean = groups.nanmean(dim=1, keepdim=True)  # (B / G, 1)
     advantages = groups - mean
     if scale != "none":
         advantages = _scale(advantages, groups, mean, scale, eps)
-    # By comparison exactly 0: a rounded mean leaves noise, which "group" blows up.
     return torch.where(all_equal | unknown, 0.0, advantages).flatten()
 
 

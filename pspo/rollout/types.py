@@ -265,7 +265,6 @@ class Batch:
 
     def loss_inputs(self, rows: slice, logprobs: Tensor, entropies: Tensor, step: int) -> LossInputs:
         """Inputs of the loss at some whole rows, from log-probs and entropies (n,) of their completion tokens."""
-        device = logprobs.device
         completion_mask = self.rollout.completion_mask[rows]
         sampler_logprobs = self.rollout.sampler_logprobs
         logprobs = unflatten(logprobs, completion_mask)
@@ -273,10 +272,10 @@ class Batch:
         return LossInputs(
             logprobs=logprobs,
             old_logprobs=logprobs.detach().where(old == FIRST_VISIT, old),
-            advantages=to_device(self.advantages[rows], device),
-            mask=to_device(self.rollout.loss_mask[rows], device),
+            advantages=to_device(self.advantages[rows], logprobs.device),
+            mask=to_device(self.rollout.loss_mask[rows], logprobs.device),
             entropies=unflatten(entropies, completion_mask),
             ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[rows],
-            sampler_logprobs=None if sampler_logprobs is None else to_device(sampler_logprobs[rows], device),
+            sampler_logprobs=None if sampler_logprobs is None else to_device(sampler_logprobs[rows], logprobs.device),
             step=step,
         )
