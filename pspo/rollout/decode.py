@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 
 from pspo.model import CACHE_ARGUMENT, share_prefix, takes_visible_columns, to_device, to_model

@@ -19,13 +19,7 @@ from transformers import PreTrainedModel
 from pspo.config import TrainConfig
 from pspo.model import autocast, to_device
 from pspo.rollout.types import FIRST_VISIT, Batch, Rollout
-from pspo.update.batching import (
-    Minibatch,
-    halve_microbatches,
-    make_batch,
-    split_microbatches,
-    split_minibatches,
-)
+from pspo.update.batching import Minibatch, halve_microbatches, make_batch, split_microbatches, split_minibatches
 from pspo.update.learner import Learner
 
 
