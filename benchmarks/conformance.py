@@ -344,84 +344,90 @@ def verl(
 class Case:
     method: str
     how: str
-    peer: str
-    settings: str  # there
+    there: str
     mine: Loss
     theirs: Loss
     loss_differs: str = ""  # why, where the gradient alone agrees
 
 
-def same() -> list[Case]:
+def as_text(first: str, arguments: dict[str, Any]) -> str:
+    return ", ".join([first, *(f"{name}={value}" for name, value in arguments.items())])
+
+
+def case(
+    peer: Callable[..., Loss], there: str, surrogate: Surrogate, how: str, here: dict[str, Any] | None = None,
+    loss_differs: str = "", **arguments: Any,
+) -> Case:  # fmt: skip
+    """``here``: further arguments of `ours`; those in `SHARED`, and ``arguments``, are the peer's."""
+    here = here or {}
+    shared = {name: value for name, value in here.items() if name in SHARED}
+    mine = ours(surrogate, how, **here)
+    theirs = peer(**shared, **arguments)
+    return Case(as_text(repr(surrogate), here), how, as_text(there, arguments), mine, theirs, loss_differs)
+
+
+SHARED = ("beta", "correction", "entropy_coef")
+MODES = [f"{level}_{kind}" for level in ("token", "sequence") for kind in ("truncate", "mask")]
+
+
+def at_trl(surrogate: Surrogate, how: str, *further: Any, loss_type: str, **arguments: Any) -> Case:
+    return case(partial(trl, loss_type=loss_type), f"TRL: {loss_type}", surrogate, how, *further, **arguments)
+
+
+def same_as_trl() -> list[Case]:
     clip = Clip(0.2)
-    three = ("grpo", "dapo", "dr_grpo")
-    sequence = {"importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.2}
-    halves = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2}
-    cases = [
-        *(Case("Clip(0.2)", how, "TRL", f"loss_type={how}", ours(clip, how), trl(loss_type=how)) for how in three),
-        Case("Clip(0.2, 0.28)", "dapo", "TRL", "epsilon_high=0.28", ours(Clip(0.2, 0.28), "dapo"),
-             trl(loss_type="dapo", epsilon_high=0.28)),
-        Case("Clip(0.2, delta=1.5)", "dapo", "TRL", "delta=1.5", ours(Clip(0.2, delta=1.5), "dapo"),
-             trl(loss_type="dapo", delta=1.5)),
-        Case("Clip(0.2), k3, beta 0.1", "grpo", "TRL", "use_bias_correction_kl=False", ours(clip, "grpo", 0.1),
-             trl(0.1, loss_type="grpo", use_bias_correction_kl=False)),
-        Case("Clip(0.2), unbiased_k3, beta 0.1", "grpo", "TRL", "use_bias_correction_kl=True",
-             ours(clip, "grpo", 0.1, kl="unbiased_k3"), trl(0.1, loss_type="grpo")),
-        Case("Clip(0.2), OffPolicyMask(0.05)", "dapo", "TRL", "off_policy_mask_threshold=0.05",
-             ours(clip, "dapo", mask_off_policy=0.05), trl(loss_type="dapo", off_policy_mask_threshold=0.05)),
-        Case("SAPO(1, 1.05)", "grpo", "TRL", "loss_type=sapo", ours(SAPO(1.0, 1.05), "grpo"), trl(loss_type="sapo")),
-        Case("CISPO(None, 0.2)", "dapo", "TRL", "loss_type=cispo, epsilon_high=1.2", ours(CISPO(None, 0.2), "dapo"),
-             trl(loss_type="cispo", epsilon_high=1.2)),
-        *(Case("GSPO(0.1, 0.2)", how, "TRL", f"loss_type={how}, importance_sampling_level=sequence",
-               ours(GSPO(0.1, 0.2), how), trl(loss_type=how, **sequence)) for how in three),
-        Case("GSPO(0.1, 0.2) x 16 (LUSPO)", "dr_grpo", "TRL", "loss_type=luspo, importance_sampling_level=sequence",
-             ours(GSPO(0.1, 0.2), "dr_grpo", scale=LIMIT), trl(loss_type="luspo", **sequence)),
-        Case("GMPO(0.1)", "grpo", "TRL", "GMPOTrainer, epsilon=epsilon_high=0.1", ours(GMPO(0.1), "grpo"),
-             trl(loss_type="gmpo", epsilon=0.1, epsilon_high=0.1), "a masked row adds -A there"),
-        Case("VESPO()", "dapo", "TRL", "loss_type=vespo", ours(VESPO(), "dapo"), trl(loss_type="vespo")),
-        *(Case(f"Clip(0.2), {mode}", "dapo", "TRL", f"vllm_importance_sampling_mode={mode}",
-               ours(clip, "dapo", correction=mode), trl(correction=mode, loss_type="dapo"))
-          for mode in (*MODES, *(f"{mode}, floor 0.9" for mode in MODES))),
-        Case("GSPO(0.1, 0.2), sequence_mask", "grpo", "TRL", "vllm_importance_sampling_mode=sequence_mask",
-             ours(GSPO(0.1, 0.2), "grpo", correction="sequence_mask"),
-             trl(correction="sequence_mask", loss_type="grpo", **sequence)),
-        *(Case("Clip(0.2, delta=3)", how, "verl", f"vanilla, {VERL_HOW[how]}", ours(Clip(0.2, delta=3.0), how),
-               verl("vanilla", how)) for how in three),
-        *(Case(f"Clip(0.2, delta=3), {kl}, beta 0.1", "dapo", "verl", f"vanilla, {there}",
-               ours(Clip(0.2, delta=3.0), "dapo", 0.1, kl=kl), verl("vanilla", "dapo", 0.1, kl=there))
-          for kl, there in (("k1", "k1+"), ("k2", "k2"), ("k3", "k3"))),
-        *(Case("Clip(0.2, delta=3), entropy_coef 0.1", how, "verl", f"vanilla, entropy_coeff=0.1, {VERL_HOW[how]}",
-               ours(Clip(0.2, delta=3.0), how, entropy_coef=0.1), verl("vanilla", how, entropy_coef=0.1))
-          for how in three),
-        Case("SAPO(1, 1.05)", "grpo", "verl", "sapo", ours(SAPO(1.0, 1.05), "grpo"), verl("sapo", "grpo")),
-        *(Case("REINFORCE()", how, "verl", f"gpg, {VERL_HOW[how]}", ours(REINFORCE(), how), verl("gpg", how))
-          for how in three),
-        Case("REINFORCE() x 16", "dr_grpo", "verl", "reinforce, seq-mean-token-sum",
-             ours(REINFORCE(), "dr_grpo", scale=LIMIT), verl("reinforce", "seq-mean-token-sum")),
-        *(Case("CISPO(0.1, 0.2)", how, "verl", f"cispo, {VERL_HOW[how]}", ours(CISPO(0.1, 0.2), how),
-               verl("cispo", how, **halves)) for how in three),
-        *(Case("GSPO(0.1, 0.2)", how, "verl", f"gspo, {VERL_HOW[how]}", ours(GSPO(0.1, 0.2), how),
-               verl("gspo", how, **halves)) for how in three),
-        Case("GMPO(0.2)", "grpo", "verl", "geo_mean, microbatches of one size", ours(GMPO(0.2), "grpo"),
-             verl("geo_mean", "grpo", scale=MICROBATCH / ROWS)),
-        *(Case(f'DPPO("{name}", 0.05)', how, "verl", f"dppo_{name}, {VERL_HOW[how]}, clip_ratio_c=1e4",
-               ours(DPPO(name, 0.05), how),
-               verl(f"dppo_{name}", how, clip_ratio_low=0.05, clip_ratio_high=0.05, clip_ratio_c=1e4),
-               "log π there, r here")
-          for name in ("tv", "kl") for how in three),
-        *(Case(f"Clip(0.2, delta=3), {mode}", "dapo", "verl", f"rollout_is={mode.partition('_')[0]}, threshold "
-               f"{'1.5' if mode.endswith('truncate') else '1e-30_1.5'}",
-               ours(Clip(0.2, delta=3.0), "dapo", correction=mode), verl("vanilla", "dapo", correction=mode))
-          for mode in MODES),
-        *(Case(f"Clip(0.2, delta=3), {level}_mask, floor 0.9", "dapo", "verl", f"rollout_is={level}, threshold 0.9_1.5",
-               ours(Clip(0.2, delta=3.0), "dapo", correction=f"{level}_mask, floor 0.9"),
-               verl("vanilla", "dapo", correction=f"{level}_mask, floor 0.9")) for level in ("token", "sequence")),
-        *(Case('DRO(0.5, "token")', how, "verl", f"dro, dro_beta=0.5, {VERL_HOW[how]}", ours(DRO(0.5, "token"), how),
-               verl("dro", how, policy_loss=types.SimpleNamespace(dro_beta=0.5))) for how in three),
-    ]  # fmt: skip
+    gspo = GSPO(0.1, 0.2)
+    bounds = {"epsilon": 0.1, "epsilon_high": 0.2, "importance_sampling_level": "sequence"}
+    modes = [*MODES, *(f"{mode}, floor" for mode in MODES)]
+    return [
+        *(at_trl(clip, how, loss_type=how) for how in VERL_HOW),
+        at_trl(Clip(0.2, 0.28), "dapo", loss_type="dapo", epsilon_high=0.28),
+        at_trl(Clip(0.2, delta=1.5), "dapo", loss_type="dapo", delta=1.5),
+        at_trl(clip, "grpo", {"beta": 0.1, "kl": "k3"}, loss_type="grpo", use_bias_correction_kl=False),
+        at_trl(clip, "grpo", {"beta": 0.1, "kl": "unbiased_k3"}, loss_type="grpo", use_bias_correction_kl=True),
+        at_trl(clip, "dapo", {"mask_off_policy": 0.05}, loss_type="dapo", off_policy_mask_threshold=0.05),
+        at_trl(SAPO(1.0, 1.05), "grpo", loss_type="sapo"),
+        at_trl(CISPO(None, 0.2), "dapo", loss_type="cispo", epsilon_high=1.2),
+        *(at_trl(gspo, how, loss_type=how, **bounds) for how in VERL_HOW),
+        at_trl(gspo, "dr_grpo", {"scale": LIMIT}, loss_type="luspo", **bounds),
+        at_trl(GMPO(0.1), "grpo", None, "a masked row adds -A there", loss_type="gmpo", epsilon=0.1, epsilon_high=0.1),
+        at_trl(VESPO(), "dapo", loss_type="vespo"),
+        *(at_trl(clip, "dapo", {"correction": mode}, loss_type="dapo") for mode in modes),
+        at_trl(gspo, "grpo", {"correction": "sequence_mask"}, loss_type="grpo", **bounds),
+    ]
+
+
+def at_verl(name: str, surrogate: Surrogate, how: str, *further: Any, **arguments: Any) -> Case:
+    return case(partial(verl, name, how), f"verl: {name}, {VERL_HOW[how]}", surrogate, how, *further, **arguments)
+
+
+def same_as_verl() -> list[Case]:
+    dual = Clip(0.2, delta=3.0)
+    bounds = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2}
+    narrow = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "clip_ratio_c": 1e4}
+    differs = "log π there, r here"
+    cases = []
+    for how in VERL_HOW:
+        cases += [
+            at_verl("vanilla", dual, how),
+            at_verl("vanilla", dual, how, {"entropy_coef": 0.1}),
+            at_verl("gpg", REINFORCE(), how),
+            at_verl("cispo", CISPO(0.1, 0.2), how, **bounds),
+            at_verl("gspo", GSPO(0.1, 0.2), how, **bounds),
+            at_verl("dro", DRO(0.5, "token"), how, policy_loss=types.SimpleNamespace(dro_beta=0.5)),
+            *(at_verl(f"dppo_{kind}", DPPO(kind, 0.05), how, None, differs, **narrow) for kind in ("tv", "kl")),
+        ]
+    summed = partial(verl, "reinforce", "seq-mean-token-sum")
+    cases += [
+        case(summed, "verl: reinforce, seq-mean-token-sum", REINFORCE(), "dr_grpo", {"scale": LIMIT}),
+        at_verl("sapo", SAPO(1.0, 1.05), "grpo"),
+        at_verl("geo_mean", GMPO(0.2), "grpo", scale=MICROBATCH / ROWS),
+    ]
+    for kl, there in (("k1", "k1+"), ("k2", "k2"), ("k3", "k3")):
+        cases.append(at_verl("vanilla", dual, "dapo", {"beta": 0.1, "kl": kl}, kl=there))
+    for correction in (*MODES, "token_mask, floor", "sequence_mask, floor"):
+        cases.append(at_verl("vanilla", dual, "dapo", {"correction": correction}))
     return cases
-
-
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @dataclass(frozen=True)
@@ -648,11 +654,11 @@ def main() -> int:
     print(", ".join(f"{name} {version}" for name, version in versions.items()) + "; float32\n")
     print("| here | aggregation | there | loss | gradient |\n|---|---|---|---|---|")
     worst = 0.0
-    for case in same():
+    for case in [*same_as_trl(), *same_as_verl()]:
         loss, gradient = differences(case.mine, case.theirs)
         worst = max(worst, gradient, 0.0 if case.loss_differs else loss)
         shown = case.loss_differs or f"{loss:.1e}"
-        print(f"| `{case.method}` | `{case.how}` | {case.peer}: {case.settings} | {shown} | {gradient:.1e} |")
+        print(f"| `{case.method}` | `{case.how}` | {case.there} | {shown} | {gradient:.1e} |")
     print("\n| advantage scale | difference |\n|---|---|")
     for name, difference in advantage_table():
         worst = max(worst, difference)

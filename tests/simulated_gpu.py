@@ -13,7 +13,6 @@ Not simulated: time, memory, streams that race, asynchronous errors, NCCL, dtype
 """
 
 import ctypes
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -396,7 +395,7 @@ def patch_cuda() -> None:
         "reset_peak_memory_stats": None,
     }
     for name, answer in answers.items():
-        setattr(torch.cuda, name, functools.partial(reply, answer))
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.is_current_stream_capturing = lambda: bool(captures)
     torch.cuda.synchronize = lambda device=None: wait("synchronize")
     torch.cuda.manual_seed_all = GENERATOR.manual_seed
@@ -410,10 +409,6 @@ def patch_cuda() -> None:
     torch.cuda.graphs.graph_pool_handle = lambda: (0, 0)  # of make_graphed_callables
     torch.Generator = Generator
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes looks for it
-
-
-def reply(answer: object, *args, **kwargs) -> object:
-    return answer
 
 
 # ---------------------------------------------------------------- torch

@@ -38,6 +38,8 @@ from pspo.cli.files import environment, read_json, write_json, write_text
 if TYPE_CHECKING:
     from benchmarks.gpu.common import Measurement, Options
 
+    Listed = list[tuple[str, Measurement]]  # each with its part
+
 ROOT = Path(__file__).parents[2]
 FORK = multiprocessing.get_context("fork")  # nothing is imported again; this process itself never touches CUDA
 GRACE = 30  # seconds that a stopped run may take to save
@@ -152,7 +154,51 @@ def text(value: float | bool) -> str:
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1e4 else f"{value:.4g}"
 
 
+class Results:
+    """What was measured, by measurement: results.json, and results.md for people; both are written after each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        file = folder / "results.json"
+        self.saved: dict[str, Any] = read_json(file) if file.exists() else {}
+
+    def missing(self, listed: "Listed") -> "Listed":
+        """What has no values yet; what was tried before comes last."""
+        missing = [(part, one) for part, one in listed if "rows" not in self.saved.get(one.name, {})]
+        return sorted(missing, key=lambda pair: pair[1].name in self.saved)
+
+    def add(self, name: str, result: dict[str, Any]) -> None:
+        self.saved[name] = result | {"date": datetime.now(UTC).isoformat(timespec="seconds")}
+        write_json(self.folder / "results.json", self.saved)
+        write_text(self.folder / "results.md", report(self.saved))
+        for row in cells(result):
+            print(name, *filter(None, row), sep="  ", flush=True)
+
+
+def measure_all(missing: "Listed", options: "Options", results: Results, end: float) -> None:
+    """Measure what fits into the time that is left; exits if torch cannot use the GPU."""
+    from benchmarks.gpu.common import Measurement
+
+    device = measure(Measurement("device", describe), options, 120)
+    if "error" in device:
+        sys.exit(f"no GPU to measure: {device['error']}")
+    there = environment(str(options.device), 1) | device["rows"]
+    for name in PEERS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            there["packages"][name] = metadata.version(name)
+    for part, measurement in missing:
+        left = end - time.monotonic()
+        if lacking := options.lacks(measurement.needs):
+            result = {"skipped": f"needs {' and '.join(lacking)}"}
+        elif left < measurement.seconds:
+            continue
+        else:
+            result = measure(measurement, options, left)
+        results.add(measurement.name, result | {"part": part, "environment": there})
+
+
 def main(args: Sequence[str] | None = None) -> None:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -163,51 +209,25 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--smollm2", type=Path, metavar="FOLDER")
     parser.add_argument("--rehearse", action="store_true", help="tiny models on a CPU; its times mean nothing")
     given = parser.parse_args(args)
-    began = time.monotonic()
     os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # is_available() without touching CUDA
-    from benchmarks.gpu.common import Measurement, Options
+    from benchmarks.gpu.common import Options
     from benchmarks.gpu.parts import PARTS
 
-    output = given.output or Path("gpu-rehearsal" if given.rehearse else "gpu-results")
-    options = Options(output.absolute(), given.rehearse, given.smollm2)
-    listed = [(part, m) for part in PARTS if given.part in (part, "all") for m in PARTS[part]]
+    listed = [(part, one) for part in PARTS if given.part in (part, "all") for one in PARTS[part]]
     names = [measurement.name for _, measurement in listed]
     if unknown := {*(given.only or [])}.difference(names):
         parser.error(f"--only {' '.join(unknown)}: choose from {', '.join(names)}")
-    listed = [(part, m) for part, m in listed if m.name in (given.only or names)]
-    saved = options.output / "results.json"
-    results = read_json(saved) if saved.exists() else {}
-
-    def missing() -> list[tuple[str, Measurement]]:
-        return [(part, m) for part, m in listed if "rows" not in results.get(m.name, {})]
-
-    if missing():
-        device = measure(Measurement("device", describe), options, 120)
-        if "error" in device:
-            sys.exit(f"no GPU to measure: {device['error']}")
-        there = environment(str(options.device), 1) | device["rows"]
-        for name in PEERS:
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                there["packages"][name] = metadata.version(name)
-    for part, measurement in sorted(missing(), key=lambda of: of[1].name in results):  # tried before: last
-        left = 60 * given.minutes - (time.monotonic() - began)
-        if lacking := options.lacks(measurement.needs):
-            result = {"skipped": f"needs {' and '.join(lacking)}"}
-        elif left < measurement.seconds:
-            continue
-        else:
-            result = measure(measurement, options, left)
-        result |= {"part": part, "date": datetime.now(UTC).isoformat(timespec="seconds"), "environment": there}
-        results[measurement.name] = result
-        write_json(saved, results)
-        write_text(options.output / "results.md", report(results))
-        for row in cells(result):
-            print(measurement.name, *filter(None, row), sep="  ", flush=True)
-    print(f"{len(listed) - len(missing())} of {len(listed)} measured: {options.output / 'results.md'}")
+    listed = [(part, one) for part, one in listed if one.name in (given.only or names)]
+    output = (given.output or Path("gpu-rehearsal" if given.rehearse else "gpu-results")).absolute()
+    results = Results(output)
+    if missing := results.missing(listed):
+        measure_all(missing, Options(output, given.rehearse, given.smollm2), results, began + 60 * given.minutes)
+    missing = [measurement.name for _, measurement in results.missing(listed)]
+    print(f"{len(listed) - len(missing)} of {len(listed)} measured: {output / 'results.md'}")
     if given.part == "decide":
-        print("\n".join(verdict({m.name: results[m.name] for _, m in listed if m.name in results})))
-    if missing():
-        print(f"without values: {', '.join(measurement.name for _, measurement in missing())}")
+        print("\n".join(verdict({name: result for name, result in results.saved.items() if name in names})))
+    if missing:
+        print(f"without values: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import pspo.rollout.graphs
 from benchmarks.gpu.common import UNSHARED
 from pspo.model.shared_prompts import CACHE_ARGUMENT, PassCache, body_states, to_model
 from pspo.rollout import Sampling
-from pspo.rollout.drawing import RACE_MISS, sample_race
+from pspo.rollout.drawing import RACE_MISS
 from pspo.rollout.graphs import COLUMN_STEP, FixedLayer, GraphDecoder, round_rows
 
 Candidate = Callable[[PreTrainedModel], contextlib.AbstractContextManager]
@@ -171,13 +171,6 @@ def plain_products(policy: PreTrainedModel) -> Iterator[None]:
             module.forward = forward
 
 
-@contextlib.contextmanager
-def without_graphs(policy: PreTrainedModel) -> Iterator[None]:
-    """Steps of "graphs" are launched by the CPU."""
-    with mock.patch.object(GraphDecoder, "advance", GraphDecoder.step):
-        yield
-
-
 # ---------------------------------------------------------------- products fused in the decoding weights
 
 
@@ -274,21 +267,16 @@ def race_in_one_pass(probs: Tensor, top_p: float) -> Tensor:
     return candidates.gather(1, first).squeeze(1)
 
 
-def compiled_draw(race: Callable[[Tensor, float], Tensor]) -> Callable[[Tensor, Sampling], tuple[Tensor, Tensor]]:
-    """`draw_tokens`, compiled."""
-    draw = compile_whole(lambda scores, top_p: race(scores.softmax(dim=1), top_p), dynamic=False)
+@contextlib.contextmanager
+def compiled_sampler(policy: PreTrainedModel) -> Iterator[None]:
+    """Tokens of "graphs" are drawn by compiled code, at a temperature above 0."""
+    race = compile_whole(lambda scores, top_p: race_in_one_pass(scores.softmax(dim=1), top_p), dynamic=False)
 
     def draw_tokens(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         scores = logits.float() / sampling.temperature
-        return draw(scores, sampling.top_p), scores
+        return race(scores, sampling.top_p), scores
 
-    return draw_tokens
-
-
-@contextlib.contextmanager
-def compiled_sampler(policy: PreTrainedModel, race: Callable = sample_race) -> Iterator[None]:
-    """Tokens of "graphs" are drawn by compiled code, at a temperature above 0."""
-    with mock.patch.object(pspo.rollout.graphs, "draw_tokens", compiled_draw(race)):
+    with mock.patch.object(pspo.rollout.graphs, "draw_tokens", draw_tokens):
         yield
 
 
@@ -347,17 +335,10 @@ def graphed_training(policy: PreTrainedModel) -> Iterator[None]:
 DECODING: dict[str, list[Candidate]] = {
     "layers": [compiled_decoding],
     "fused": [fused_products],
-    "sampler": [partial(compiled_sampler, race=race_in_one_pass)],
-    "layers+fused+sampler": [fused_products, compiled_decoding, partial(compiled_sampler, race=race_in_one_pass)],
-    "sampler-bisection": [compiled_sampler],
-    "layers+fused": [fused_products, compiled_decoding],
-    "layers-no-graph": [compiled_decoding, without_graphs],
+    "sampler": [compiled_sampler],
+    "layers+fused+sampler": [fused_products, compiled_decoding, compiled_sampler],
 }
-TRAINING: dict[str, list[Candidate]] = {
-    "layers": [compiled_training],
-    "graph": [graphed_training],
-    "layers+graph": [compiled_training, graphed_training],
-}
+TRAINING: dict[str, list[Candidate]] = {"layers": [compiled_training], "graph": [graphed_training]}
 
 
 @contextlib.contextmanager

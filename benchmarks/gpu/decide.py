@@ -15,13 +15,12 @@ from benchmarks.vs_trl import run_pspo
 from benchmarks.workloads import Workload, model_folder
 from pspo.config import ModelConfig
 from pspo.model import autocast, token_logprobs
-from pspo.rollout import Sampling, generate
+from pspo.rollout import generate
 from pspo.rollout.graphs import GRAPH_DECODERS, GraphDecoder
 from pspo.update import update
 
 GAIN = 1.2  # times as fast as now, from which a candidate moves into pspo
 TURNS = 3
-TOP_P = 0.85
 
 
 def in_turns(sides: dict[str, Callable[[], float]]) -> dict[str, float]:
@@ -45,9 +44,7 @@ def decoding(options: Options, load: Load, name: str) -> Rows:
     device = options.device
     policy = random_policy(options.shape(load.size), ModelConfig(), device)
     tokenizer, prompts = tiny_prompts(load.rows // GROUP)
-    sampling = Sampling(
-        [], tokenizer.pad_token_id, 0.6, TOP_P, max_completion_tokens=load.tokens, max_rows=load.rows, decoder="graphs"
-    )
+    sampling = load.sampling(tokenizer.pad_token_id, "graphs")
     candidates = {"now": [], "with it": DECODING[name]}
     decoders: dict[str, GraphDecoder] = {}
     apart = {}
@@ -125,14 +122,11 @@ def vllm_alone(options: Options, load: Load) -> Rows:
     device = options.device
     policy = random_policy(options.shape(load.size), ModelConfig(), device)
     tokenizer, prompts = tiny_prompts(load.rows // GROUP)
-    sampling = Sampling(
-        [], tokenizer.pad_token_id, 0.6, TOP_P, max_completion_tokens=load.tokens, max_rows=load.rows, decoder="graphs"
-    )
+    sampling = load.sampling(tokenizer.pad_token_id, "graphs")
     with model_folder(workload_of(options, load), device=device) as folder:
         engine = LLM(folder, dtype="bfloat16", gpu_memory_utilization=0.4, max_model_len=1024, max_num_seqs=load.rows)
-        params = SamplingParams(
-            n=GROUP, temperature=0.6, top_p=TOP_P, max_tokens=load.tokens, ignore_eos=True, detokenize=False
-        )
+        draws = {"n": GROUP, "temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": load.tokens}
+        params = SamplingParams(**draws, ignore_eos=True, detokenize=False)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
 
         def by_vllm() -> float:
@@ -186,7 +180,7 @@ def train_with(name: str, load: Load, seconds: int) -> Measurement:
 
 DECIDE = [
     Measurement("decide-machine", machine, 20),
-    *(decode_with(name, SMALL, 70) for name in ("layers", "fused", "sampler", BOTH)),
+    *(decode_with(name, SMALL, 70) for name in DECODING),
     train_with("layers", SMALL, 100),
     train_with("graph", SMALL, 60),
     decode_with(BOTH, LARGE, 90),
@@ -196,7 +190,5 @@ DECIDE = [
     *(Measurement(f"vllm-alone-{load}", partial(vllm_alone, load=load), 150, ("vllm", GPU)) for load in (SMALL, WIDE)),
     Measurement(f"trl-vllm-{SMALL}", partial(steps, load=SMALL, vllm=True), 200, ("trl", "vllm", GPU)),
     Measurement(f"pushed-{SMALL}", partial(vllm_pushed, load=SMALL), 150, ("vllm", GPU)),
-    *(decode_with(name, SMALL, 60) for name in DECODING if name not in ("layers", "fused", "sampler", BOTH)),
-    train_with("layers+graph", SMALL, 110),
-    *(decode_with(name, LARGE, 70) for name in ("layers", "fused", "sampler")),
+    *(decode_with(name, LARGE, 70) for name in DECODING if name != BOTH),
 ]

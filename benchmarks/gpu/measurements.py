@@ -1,11 +1,10 @@
 """Speed, whole steps and whole runs on a GPU.
 
-Decoding is set against the bandwidth floor, training against the matrix product peak, optimisations are switched off,
-whole steps stand beside TRL's, and all GPUs of the machine are ranks. Measurements
-that need a GPU differ from another one, which a rehearsal runs, by their arguments.
+Decoding is set against the bandwidth floor, training against the matrix product peak, whole steps stand beside TRL's,
+and all GPUs of the machine are ranks. Measurements that need a GPU differ from another one, which a rehearsal runs, by
+their arguments.
 """
 
-import contextlib
 import gc
 import statistics
 import tempfile
@@ -17,18 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.gpu.common import (
-    GROUP,
-    PEAKS,
-    UNSHARED,
-    Options,
-    Rows,
-    operations,
-    random_policy,
-    row,
-    timed,
-    tiny_prompts,
-)
+from benchmarks.gpu.common import GROUP, PEAKS, Options, Rows, operations, random_policy, row, timed, tiny_prompts
 from benchmarks.gpu.correctness import torchrun
 from benchmarks.vs_trl import run_pspo, run_trl
 from benchmarks.workloads import Shape, Workload, model_folder
@@ -41,10 +29,6 @@ from pspo.rollout import Rollout, Sampling, generate, left_pad
 from pspo.train import main
 from pspo.update import Learner, update
 from pspo.update.optimizers import make_optimizer
-
-OFF = {  # optimisations without a switch
-    "prompts-per-row": UNSHARED,
-}
 
 
 @dataclass(frozen=True)
@@ -141,7 +125,7 @@ def random_rollout(shape: Shape, load: Load) -> tuple[Rollout, list[int]]:
     return rollout, [len(prompt) for prompt in prompts]
 
 
-def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
+def train(options: Options, load: Load, **switches: Any) -> Rows:
     """One optimizer step on a random rollout; MFU counts the operations needed, each prompt once, causal attention."""
     shape = options.shape(load.size)
     config = load.config(**switches)
@@ -151,8 +135,7 @@ def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
     learner = learner_of(policy, config)
     rollout, lengths = random_rollout(shape, load)
     advantages = torch.randn(load.rows)
-    with OFF[off]() if off else contextlib.nullcontext():
-        seconds, memory = timed(partial(update, learner, rollout, advantages, config), device)
+    seconds, memory = timed(partial(update, learner, rollout, advantages, config), device)
 
     predicted = load.rows * load.tokens
     pairs = sum(n * n / 2 + GROUP * load.tokens * (n + load.tokens / 2) for n in lengths)
@@ -160,7 +143,7 @@ def train(options: Options, load: Load, off: str = "", **switches: Any) -> Rows:
     peaks = {"measured": matrix_rate(options)}
     if device.type == "cuda":
         peaks |= {f"{name}'s": peak for name, peak in PEAKS.items() if name in torch.cuda.get_device_name()}
-    least = None if load.size == "135M" or off else 0.4
+    least = None if load.size == "135M" else 0.4
     return [
         row("optimizer step", seconds, "s"),
         row("tokens", rollout.tokens / seconds, "1/s"),

@@ -5,7 +5,7 @@ from functools import partial
 from benchmarks.gpu.common import GPU, Measurement
 from benchmarks.gpu.correctness import decoders, logprobs, ranks_on_one_gpu, ratios, resume, sampler
 from benchmarks.gpu.decide import DECIDE
-from benchmarks.gpu.measurements import OFF, Load, decode, machine, ranks, steps, train
+from benchmarks.gpu.measurements import Load, decode, machine, ranks, steps, train
 
 LOADS = [
     *(Load(size, 128, 128) for size in ("0.5B", "1.5B", "135M")),
@@ -16,7 +16,6 @@ VARIANTS = {
     "microbatch-4096": {"microbatch": 4096},
     "microbatch-65536": {"microbatch": 65536},
     "checkpointing": {"gradient_checkpointing": True},
-    **{name: {"off": name} for name in OFF},
     "adamw8bit": {"optimizer": "adamw8bit"},
 }
 STRATEGIES = ("ddp", "fsdp2")

@@ -84,16 +84,10 @@ def make_evaluation():
 
 
 @pytest.fixture
-def not_rendered(monkeypatch):
-    """Figures are saved to empty files: rendering takes longer than all else here."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: Path(path).touch())
-
-
-@pytest.fixture
-def report(tmp_path, capsys, monkeypatch, not_rendered):
+def report(tmp_path, capsys, monkeypatch):
     """Runs the command; returns {(task, table, row, column): (seeds, mean, low, high)}, report.md and stderr."""
-
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: Path(path).touch())  # which takes longest of all
 
     def run(*roots):
         main([*map(str, roots or ["~/runs"]), "--output_dir", "~/out"])
