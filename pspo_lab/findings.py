@@ -10,6 +10,10 @@ import pandas as pd
 FEWEST = 5  # rollouts, before which a trend says nothing
 NOISE_ERRORS = 4  # standard errors that a fall must exceed: the peak is the highest of many
 
+RECORDED = ["step", "steps_skipped", "reward_unknown_share", "zero_advantage_share", "reward", "format_share",
+            "truncated_share", "completion_tokens", "kl_old_new", "ratio_p1", "ratio_p99", "zero_weight_share",
+            "entropy", "kl_sampler_old", "validation_reward", "validation_accuracy"]  # fmt: skip
+
 
 class Finding(NamedTuple):
     """A fault, what to try, and its gravity: 3 spoils the run, 2 costs results."""
@@ -19,56 +23,55 @@ class Finding(NamedTuple):
     advice: str
 
 
-class Metrics(dict[str, pd.Series]):
-    """The metrics of a run's rollouts; one that was not recorded is NaN throughout."""
+class Course(NamedTuple):
+    """`RECORDED` metrics by rollout, and their means over the first and the last fifth of those that have them."""
 
-    def __missing__(self, name: str) -> pd.Series:
-        return self["step"] * np.nan
+    rollouts: pd.DataFrame
+    first: pd.Series
+    last: pd.Series
 
-    def ends(self, name: str) -> tuple[float, float]:
-        """Means of a metric over the first and the last fifth of the rollouts that have it; NaN without any."""
-        values = self[name].dropna().to_numpy()
-        if not len(values):
-            return np.nan, np.nan
-        n = max(1, len(values) // 5)
-        return float(values[:n].mean()), float(values[-n:].mean())
+
+def course_of(metrics: pd.DataFrame) -> Course:
+    rollouts = metrics.reindex(columns=RECORDED)
+    known = {name: rollouts[name].dropna() for name in RECORDED}
+    first = {name: values.head(max(1, len(values) // 5)).mean() for name, values in known.items()}
+    last = {name: values.tail(max(1, len(values) // 5)).mean() for name, values in known.items()}
+    return Course(rollouts, pd.Series(first), pd.Series(last))
 
 
 def find(metrics: pd.DataFrame, config: dict[str, Any], summary: dict[str, Any]) -> list[Finding]:
     """Findings about a run, worst first, from its metrics by rollout, switches, and summary ({} while it trains)."""
     if len(metrics) < FEWEST:
         return []
-    metrics = Metrics(metrics)
+    course = course_of(metrics)
     findings: list[Finding] = []
     for check in (check_failures, check_signal, check_completions, check_movement, check_rewards):
-        findings += check(metrics, config)
+        findings += check(course, config)
     findings += check_best_model(summary)
     if "trainer" in config:  # another one, whose switches have different names
         findings = [finding._replace(advice=re.sub(r"--\w+\.", "", finding.advice)) for finding in findings]
     return sorted(findings, key=lambda finding: -finding.severity)
 
 
-def check_failures(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
+def check_failures(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
     """Steps that were skipped, rewards that failed."""
-    skipped = metrics["steps_skipped"].sum()
-    steps = metrics["step"].max()
+    skipped = course.rollouts.steps_skipped.sum()
+    steps = course.rollouts.step.max()
     if skipped:
         text = f"{skipped:.0f} of {steps:.0f} optimizer steps were skipped: loss, gradient or log-probs were not finite"
         advice = "lower --optimizer.lr; check the surrogate and the reward"
         yield Finding(3 if skipped > steps / 20 else 2, text, advice)
-    unknown = metrics["reward_unknown_share"].mean()
+    unknown = course.rollouts.reward_unknown_share.mean()
     if unknown > 0:
         text = f"{unknown:.1%} of the completions had no reward, and taught nothing"
         advice = "look at the first failure on stderr; --reward.timeout may be short"
         yield Finding(3 if unknown > 0.2 else 2, text, advice)
 
 
-def check_signal(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
+def check_signal(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
     """Groups whose rewards are equal, which have no advantage."""
-    begin, end = zip(metrics.ends("zero_advantage_share"), metrics.ends("reward"), strict=True)
-    if end[1] >= 0.8:  # a run that has learnt its problems ends without signal
-        end = begin
-    share, reward = max(begin, end)
+    ends = [course.first] if course.last.reward >= 0.8 else [course.first, course.last]  # what has learnt has no signal
+    share, reward = max((end.zero_advantage_share, end.reward) for end in ends)
     if reward < 0.2:
         reason, cure = "problems are too hard, or the format is never met", "problems of another difficulty"
     elif reward > 0.8:
@@ -80,73 +83,69 @@ def check_signal(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(2, text, f"--rollout.resample 2, a larger --rollout.group_size, or {cure}")
 
 
-def check_completions(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
+def check_completions(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
     """Format, truncation and length of completions."""
-    _, in_format = metrics.ends("format_share")
+    first, last = course.first, course.last
     rewards = config.get("reward.functions", "")
-    if in_format < 0.1 and ("MathReward" in rewards or "FormatReward" in rewards):  # others may read another format
-        text = f"{in_format:.0%} of the last completions end in the format '#### <number>'"
+    if last.format_share < 0.1 and (
+        "MathReward" in rewards or "FormatReward" in rewards
+    ):  # others may read another one
+        text = f"{last.format_share:.0%} of the last completions end in the format '#### <number>'"
         yield Finding(3, text, "a --data.system_prompt with an example, or an instruct model")
-    _, truncated = metrics.ends("truncated_share")
     limit = config.get("rollout.max_completion_tokens", np.nan)
-    if truncated > 0.3:
-        text = f"{truncated:.0%} of the last completions hit the limit of {limit} tokens"
+    if last.truncated_share > 0.3:
+        text = f"{last.truncated_share:.0%} of the last completions hit the limit of {limit} tokens"
         advice = "raise --rollout.max_completion_tokens, or check the stop tokens"
-        yield Finding(3 if truncated > 0.8 else 2, text, advice)
-    first, last = metrics.ends("completion_tokens")
-    first_reward, last_reward = metrics.ends("reward")
-    if last > 1.5 * first and last_reward < first_reward + 0.02:
-        text = f"completions grew from {first:.0f} to {last:.0f} tokens"
-        text += f", and the reward went from {first_reward:.2f} to {last_reward:.2f}"
+        yield Finding(3 if last.truncated_share > 0.8 else 2, text, advice)
+    if last.completion_tokens > 1.5 * first.completion_tokens and last.reward < first.reward + 0.02:
+        text = f"completions grew from {first.completion_tokens:.0f} to {last.completion_tokens:.0f} tokens"
+        text += f", and the reward went from {first.reward:.2f} to {last.reward:.2f}"
         yield Finding(2, text, "a reward for length (SoftOverlong), or --algorithm.aggregation dr_grpo")
 
 
-def check_movement(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
+def check_movement(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
     """The distance by which the steps of a rollout move the policy, and that from the policy that drew it."""
     steps = config.get("algorithm.epochs", 1) * config.get("algorithm.minibatches", 1)
-    kl = metrics["kl_old_new"].median()
+    kl = course.rollouts.kl_old_new.median()
     if steps > 1 and kl < 1e-7:
         text = f"the steps of a rollout move nothing: KL(old || new) is {kl:.1g} at its last step"
         yield Finding(2, text, "raise --optimizer.lr: the ratio stays 1, where most surrogates are the same")
-    _, low = metrics.ends("ratio_p1")
-    _, high = metrics.ends("ratio_p99")
-    if high > 2 or low < 0.5:
-        text = f"1% of the last tokens have a ratio below {low:.2f}, 1% above {high:.2f}: far past a clip range of 0.2"
+    first, last = course.first, course.last
+    if last.ratio_p99 > 2 or last.ratio_p1 < 0.5:
+        text = f"1% of the last tokens have a ratio below {last.ratio_p1:.2f}, 1% above {last.ratio_p99:.2f}: "
+        text += "far past a clip range of 0.2"
         yield Finding(2, text, "a lower --optimizer.lr, or fewer --algorithm.epochs")
-    _, cut_off = metrics.ends("zero_weight_share")
-    if cut_off > 0.1:
-        text = f"{cut_off:.0%} of the last tokens with an advantage have no gradient: the surrogate cuts them off"
+    if last.zero_weight_share > 0.1:
+        text = f"{last.zero_weight_share:.0%} of the last tokens with an advantage have no gradient: "
+        text += "the surrogate cuts them off"
         yield Finding(2, text, "lower --optimizer.lr or --algorithm.epochs, or widen the clip range")
-    first, last = metrics.ends("entropy")
-    _, last_reward = metrics.ends("reward")
-    if last < 0.2 * first and last_reward < 0.9:
-        text = f"entropy fell from {first:.3f} to {last:.3f} nats a token: groups will come out equal"
+    if last.entropy < 0.2 * first.entropy and last.reward < 0.9:
+        text = f"entropy fell from {first.entropy:.3f} to {last.entropy:.3f} nats a token: groups will come out equal"
         yield Finding(2, text, "a lower --optimizer.lr, fewer --algorithm.epochs, or --algorithm.beta above 0")
-    _, apart = metrics.ends("kl_sampler_old")
-    if apart > 0.01:
-        text = f"what drew the rollouts and the policy that is trained are {apart:.2g} nats apart (KL per token)"
-        advice = "--algorithm.correction token_truncate, a smaller --rollout.lag, or the engine's dtype"
-        yield Finding(2, text, advice)
+    if last.kl_sampler_old > 0.01:
+        text = "what drew the rollouts and the policy that is trained are "
+        text += f"{last.kl_sampler_old:.2g} nats apart (KL per token)"
+        yield Finding(2, text, "--algorithm.correction token_truncate, a smaller --rollout.lag, or the engine's dtype")
 
 
-def check_rewards(metrics: Metrics, config: dict[str, Any]) -> Iterator[Finding]:
+def check_rewards(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
     """A reward that falls, or that rises without the accuracy."""
-    rewards = metrics["reward"]
+    rewards = course.rollouts.reward
     window = max(1, len(rewards) // 5)
     smooth = rewards.rolling(window).mean().ffill()
     peak = smooth.max()
-    last = smooth.iloc[-1]
+    end = smooth.iloc[-1]
     noise = rewards.diff().std() / window**0.5  # of the difference of two windows, trends aside
-    if peak > 0 and last < min(0.8 * peak, peak - NOISE_ERRORS * noise):
+    if peak > 0 and end < min(0.8 * peak, peak - NOISE_ERRORS * noise):
         advice = "a lower --optimizer.lr or fewer --algorithm.epochs"
         if config.get("run.validate_every", 0):
             advice += "; `best/` has the better model"
-        yield Finding(3, f"the reward fell from {peak:.2f} to {last:.2f}", advice)
-    first_reward, last_reward = metrics.ends("validation_reward")
-    first, last = metrics.ends("validation_accuracy")
-    if last_reward > first_reward + 0.05 and last < first - 0.05:
-        text = f"the validation reward rose from {first_reward:.2f} to {last_reward:.2f}"
-        text += f" while its accuracy fell from {first:.2f} to {last:.2f}"
+        yield Finding(3, f"the reward fell from {peak:.2f} to {end:.2f}", advice)
+    first, last = course.first, course.last
+    gain = last.validation_reward - first.validation_reward
+    if gain > 0.05 and last.validation_accuracy < first.validation_accuracy - 0.05:
+        text = f"the validation reward rose from {first.validation_reward:.2f} to {last.validation_reward:.2f}"
+        text += f" while its accuracy fell from {first.validation_accuracy:.2f} to {last.validation_accuracy:.2f}"
         yield Finding(3, text, "the policy may be exploiting the reward: read its best-paid completions")
 
 
