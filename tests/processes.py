@@ -144,12 +144,15 @@ def kill_at_step(step: int) -> None:
 
 
 def kill_at_file_event(n: int) -> None:
-    """Kill this process before the n-th time that it opens, makes, renames, removes or syncs a file or folder."""
+    """Kill this process before the n-th time that it opens a file to write, makes, renames, removes or syncs one.
 
+    Between two such events nothing on the disk changes but the files that are open for writing.
+    """
     events = count(1)
 
-    def watch(event: str, _: object = None) -> None:
-        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "fsync") and next(events) == n:
+    def watch(event: str, arguments: tuple = ()) -> None:
+        writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if (writes or event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "fsync")) and next(events) == n:
             send(signal.SIGKILL)
 
     sys.addaudithook(watch)
