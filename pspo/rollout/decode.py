@@ -125,12 +125,6 @@ class DecodeState:
             self.logprobs[self.live, self.length] = -cross_entropy(scores, self.tokens, reduction="none")
         self.length += 1
 
-    def keep(self, stay: Tensor) -> None:
-        """Leave the rows at ``stay`` in the batch and the cache."""
-        self.cache.batch_select_indices(stay)
-        for name in ("live", "ended", "tokens", "positions", "mask"):
-            setattr(self, name, getattr(self, name)[stay])
-
 
 def decode(
     model: PreTrainedModel, prompts: Padded, sampling: Sampling, stops: StopStringCriteria | None, group_size: int
@@ -152,8 +146,11 @@ def decode(
             finished = int(state.ended.sum())
             if finished == len(state.ended):
                 break
-            if finished >= MIN_FINISHED * len(state.ended):
-                state.keep((~state.ended).nonzero().squeeze(1))
+            if finished >= MIN_FINISHED * len(state.ended):  # they leave the batch and the cache
+                stay = (~state.ended).nonzero().squeeze(1)
+                state.cache.batch_select_indices(stay)
+                for name in ("live", "ended", "tokens", "positions", "mask"):
+                    setattr(state, name, getattr(state, name)[stay])
         state.positions += 1
         mask = state.mask[..., : width + state.length]
         state.logits = next_logits(model, state.cache, state.tokens[:, None], mask, state.positions)

@@ -207,7 +207,7 @@ def trained_rows(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfi
     """
     if algorithm.mask_truncated:
         rollout = without_truncated(rollout)
-    return (rollout.loss_mask & (advantages.reshape(len(rollout), -1) != 0)).any(dim=1)
+    return (rollout.loss_mask & (advantages.reshape(len(rollout.texts), -1) != 0)).any(dim=1)
 
 
 @dataclass(frozen=True)
