@@ -46,7 +46,7 @@ class Column(NamedTuple):
     is_share: bool = False
 
     def __str__(self) -> str:
-        return f"{self.test}: {self.measure}".removeprefix(": ")
+        return f"{self.test}: {self.measure}{' (%)' if self.is_share else ''}".removeprefix(": ")
 
     @property
     def unit(self) -> str:
@@ -204,7 +204,7 @@ class Cell:
 
     def record(self) -> dict[str, Any]:
         """Columns of table.csv, in which shares are written as shares."""
-        record = {"row": one_line(self.row), "column": one_line(str(self.column))}
+        record = {"row": one_line(self.row), "column": one_line(str(self.column).removesuffix(" (%)"))}
         record |= {name: getattr(self, name) for name in ("seeds", "mean", "low", "high")}
         if self.holm is not None:
             found = self.estimate
@@ -225,14 +225,14 @@ def make_cells(values: Iterable[Value]) -> list[Cell]:
         groups.setdefault((value.row, value.column), []).append(value)
     cells = []
     for (row, column), seeds in groups.items():
-        n_trained = sum(value.run is not None for value in seeds)
+        mean = float(np.mean([value.value for value in seeds]))
+        interval = (seeds[0].low, seeds[0].high) if len(seeds) == 1 else (None, None)
+        found = None
         if len(seeds) >= SEEDS_FOR_AN_INTERVAL and column.measure not in OF_SEEDS:
             found = estimate_seeds(seeds)
-            cells.append(Cell(row, column, n_trained, float(found.mean), *found.interval(), found))
-        else:
-            mean = float(np.mean([value.value for value in seeds]))
-            interval = (seeds[0].low, seeds[0].high) if len(seeds) == 1 else (None, None)
-            cells.append(Cell(row, column, n_trained, mean, *interval))
+            interval = found.interval()
+        n_trained = sum(value.run is not None for value in seeds)
+        cells.append(Cell(row, column, n_trained, mean, *interval, found))
     return cells
 
 
@@ -292,7 +292,7 @@ def value_table(cells: Sequence[Cell]) -> pd.DataFrame:
     texts = pd.DataFrame({"seeds": {row: str(n or "–") for row, n in seeds.items()}})
     for cell in cells:
         text = str(cell) if cell.seeds == seeds[cell.row] else f"{cell} (n = {cell.seeds})"
-        texts.loc[cell.row, cell.column.measure + cell.column.is_share * " (%)"] = text
+        texts.loc[cell.row, str(cell.column._replace(test=""))] = text
     return texts.fillna("–")
 
 
