@@ -1,28 +1,27 @@
 """Tiny random models of 157 architectures that transformers can train causally, and what pspo does with each."""
 
+from collections.abc import Sequence
+
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 SIZES = {  # those that an architecture's configuration has
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "embedding_size", "input_embedding_size"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size"), 48),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
-    **dict.fromkeys(("max_target_positions", "max_source_positions"), 256),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(("initializer_range", "init_std"), 0.3),  # far from uniform, so that wrong positions show
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "sliding_window", "rotary_dim"), 4),
-    **dict.fromkeys(("state_size", "mamba_d_state", "v_head_dim"), 8),
-    "num_key_value_heads": 2, "num_experts_per_tok": 2, "expansion_ratio": 2, "output_embedding_size": 32,
-    "vocab_size": 576, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-
-
+    32: "hidden_size d_model n_embd embed_dim embedding_size input_embedding_size output_embedding_size",
+    48: "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim",
+    256: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions",
+    16: "moe_intermediate_size shared_expert_intermediate_size q_lora_rank kv_lora_rank",
+    8: "state_size mamba_d_state v_head_dim",
+    4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts
+        num_local_experts n_routed_experts qk_rope_head_dim qk_nope_head_dim sliding_window rotary_dim""",
+    2: """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_key_value_heads
+        num_experts_per_tok expansion_ratio eos_token_id""",
+    1: "bos_token_id",
+    0: "pad_token_id",
+    576: "vocab_size",
+    0.3: "initializer_range init_std",  # far from uniform, so that wrong positions and masks show
+}
+SIZES = {field: size for size, fields in SIZES.items() for field in fields.split()}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8,
@@ -33,7 +32,10 @@ OWN = {  # by architectures; None for a size that one refuses
     "bailing_hybrid kimi_linear": {"layer_types": LINEAR["layer_types"], "num_key_value_heads": 4},
     "bamba": MAMBA | {"head_dim": 8, "attn_layer_indices": [1]},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    "gemma gemma2 gemma3_text helium hunyuan_v1_dense hunyuan_v1_moe ministral": {"head_dim": 8},
+    "gemma gemma3_text helium hunyuan_v1_dense hunyuan_v1_moe ministral qwen3": {"head_dim": 8},
+    "gemma2": {
+        "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 2.0,
+    },
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4},
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"]},
     "hrm_text": {"initializer_range": 0.02},  # a recurrence, which amplifies rounding
@@ -77,11 +79,19 @@ OUTCOMES = {
 OUTCOMES = {outcome: names.split() for outcome, names in OUTCOMES.items()}
 
 
-def tiny(name: str, **settings) -> PreTrainedModel:
+def each(*outcomes: str, in_ci: Sequence[str]) -> pytest.MarkDecorator:
+    """Runs a test with the name of each architecture of these outcomes, nightly but for those named."""
+    names = [name for outcome in outcomes for name in OUTCOMES[outcome]]
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=() if name in in_ci else pytest.mark.nightly) for name in names]
+    )
+
+
+def tiny(name: str, seed: int = 0, **settings) -> PreTrainedModel:
     default = AutoConfig.for_model(name)
     sizes = {field: size for field, size in SIZES.items() if hasattr(default, field)}
     sizes |= OWN.get(name, {}) | settings
     config = AutoConfig.for_model(name, **{field: size for field, size in sizes.items() if size is not None})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config).eval()

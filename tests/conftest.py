@@ -9,45 +9,18 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: on models this small two threads wait for each other
 os.fsync = lambda descriptor: None  # a third of a small run's time; what killed processes wrote is safe without it
 
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,  # ten times the usual: far from uniform, so that wrong positions and masks show
-}
-OWN = {
-    "Qwen2": {"tie_word_embeddings": True},
-    "Qwen3": {"head_dim": 8},
-    "GPTNeo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4},
-    "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 128},
-    "GPT2": {"bos_token_id": 0, "eos_token_id": 0},
-    "Gemma2": {
-        "head_dim": 8,
-        "query_pre_attn_scalar": 8,
-        "sliding_window": 4,
-        "attn_logit_softcapping": 5.0,
-        "final_logit_softcapping": 2.0,
-    },
-}
-
 
 @pytest.fixture(scope="session")
 def tiny_model():
     """Makes a random model in evaluation mode: tiny_model("Qwen2", dtype=torch.float64, vocab_size=100)."""
-
     import torch
     import transformers
+    from architectures import tiny
 
-    def make(name="Qwen2", *, seed=0, dtype=torch.float32, **settings):
-        config = getattr(transformers, f"{name}Config")(**{**TINY, **OWN.get(name, {}), **settings})
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        return model.to(dtype).eval()
+    def make(name="Qwen2", *, dtype=torch.float32, vocab_size=64, **settings):
+        architecture = getattr(transformers, f"{name}Config").model_type
+        settings = {"tie_word_embeddings": True} | settings if name == "Qwen2" else settings
+        return tiny(architecture, vocab_size=vocab_size, **settings).to(dtype)
 
     return make
 

@@ -165,7 +165,7 @@ def surrogate(name, params, logprobs, old_logprobs, advantages, mask):
     return losses, slopes
 
 
-# ---------------------------------------------------------------- correction, aggregation, KL, advantages
+# ---------------------------------------------------------------- correction, KL, advantages
 
 
 def correction_weights(old_row, sampler_row, mask_row, mode, cap, floor=0.0):
@@ -189,16 +189,6 @@ def off_policy(log_ratios, mask_row, A, threshold):
 def uncertain(entropies, share):
     """The lowest entropy among the most uncertain share of tokens, a list; at least one token."""
     return sorted(entropies, reverse=True)[math.ceil(share * len(entropies)) - 1]
-
-
-def aggregate(losses, mask, how, tokens, sequences, max_completion_tokens):
-    total = 0.0
-    for loss_row, mask_row in zip(losses, mask, strict=True):
-        row_sum = sum(x for x, keep in zip(loss_row, mask_row, strict=True) if keep)
-        total += row_sum / max(sum(mask_row), 1) if how == "grpo" else row_sum
-    if total == 0:
-        return 0.0
-    return total / {"dapo": tokens, "grpo": sequences, "dr_grpo": sequences * max_completion_tokens}[how]
 
 
 def kl(logprob, ref_logprob, estimator, old_logprob=None):

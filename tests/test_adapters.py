@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from architectures import OUTCOMES, tiny
+from architectures import each, tiny
 from processes import run_command
 from safetensors.torch import save_file
 from torch.func import functional_call
@@ -136,13 +136,7 @@ def test_the_head_is_exact_untied_and_refused_tied(base, tmp_path):
     assert_exact(tmp_path / "untied", untied.double(), adapters, layers)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in (*EXPERTS, "deepseek_v3", "falcon", "gpt2") else pytest.mark.nightly)
-        for name in OUTCOMES["pspo"] + OUTCOMES["hf"]
-    ],
-)
+@each("pspo", "hf", in_ci=(*EXPERTS, "deepseek_v3", "falcon", "gpt2"))
 def test_adapters_of_all_linear_layers_are_exact_or_refused(name, tmp_path):
     """Experts, routers, and layers whose weight is read without their forward pass have no adapters of LoRA."""
     model = tiny(name)

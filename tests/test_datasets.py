@@ -136,17 +136,13 @@ def test_numbers_stay_exact(tmp_path):
     assert answers(load_problems("file", "test", tmp_path / "own.jsonl")) == values
     (tmp_path / "own.jsonl").write_text('{"prompt": 1, "answer": 1e3}\n{"prompt": 2, "answer": 1.50E+2}')
     assert answers(load_problems("file", "test", tmp_path / "own.jsonl", answer_kind="text")) == ["1e3", "1.50E+2"]
-    for golds in ([0.1, 1e22, 2.0], [Decimal("0.1"), Decimal("1e22"), Decimal("2")]):
-        table = pyarrow.table({"prompt": ["a", "b", "c"], "answer": golds})
-        pyarrow.parquet.write_table(table, tmp_path / "own.parquet")
-        assert answers(load_problems("file", "test", tmp_path / "own.parquet")) == [Fraction(1, 10), 10**22, 2]
 
 
-@pytest.mark.parametrize("kind", [numpy.float16, numpy.float32])
-def test_a_narrow_float_is_its_shortest_decimal(tmp_path, kind):
-    golds = ["99.99", "1234.1", "123456.7"] if kind == numpy.float32 else ["0.1", "99.9", "-2.5"]
-    values = pyarrow.array([kind(gold) for gold in golds], pyarrow.from_numpy_dtype(kind))
-    lists = pyarrow.ListArray.from_arrays([0, 1, 2, 3], values)
+@pytest.mark.parametrize("kind", [numpy.float16, numpy.float32, numpy.float64, Decimal])
+def test_a_number_of_a_table_is_its_shortest_decimal(tmp_path, kind):
+    golds = ["0.1", "99.9", "-2.5", "7"] if kind == numpy.float16 else ["99.99", "1234.1", "123456.7", "1e22"]
+    values = pyarrow.array(numpy.array([kind(gold) for gold in golds]))
+    lists = pyarrow.ListArray.from_arrays(range(5), values)
     columns = {"prompt": golds, "answer": values, "row": pyarrow.StructArray.from_arrays([lists], ["x"])}
     pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "own.parquet")
     problems = load_problems("file", "test", tmp_path / "own.parquet")
@@ -411,11 +407,6 @@ def test_chats_are_prompts(tmp_path, suffix):
     [
         ("a.jsonl", '{"prompt": "p", "answer": 1}\n\n{"prompt"\n', ["line 3"]),
         ("a.jsonl", '{"prompt": "p", "gold": 1}', ["record 1", "'answer'", "prompt, gold", "--data.columns"]),
-        (
-            "a.jsonl",
-            '{"prompt": "p", "answer": "Paris"}',
-            ["test: none of 1 problems", "numeric", "--data.answer_kind"],
-        ),
         ("a.jsonl", '{"prompt": "p", "answer": 1}\n{"prompt": "\\ud800", "answer": 1}', ["record 2", "surrogate"]),
         ("a.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": 1}', ["type image"]),
         ("a.jsonl", '{"prompt": "<image>Which?", "images": ["x.png"], "answer": 1}', ["record 1", "has an <image>"]),
@@ -445,29 +436,19 @@ def words(problems: list[Problem]) -> set[str]:
 
 
 def test_holdout_makes_train_validation_and_test_that_share_no_problem(tmp_path):
-    """Every tenth problem is there twice, as a chat in other spelling."""
+    """Every tenth problem is there in four spellings, one a chat's: the same words are on one side."""
     rows = [{"prompt": f"Tom has {n} apples, and eats {n % 7}.", "answer": n} for n in range(400)]
     for n in range(0, 400, 10):
         turn = {"role": "user", "content": f"TOM has {n}  apples and eats {n % 7}!"}
-        rows.append({"prompt": [turn], "answer": n})
+        for prompt in (f"tom has {n} apples and eats {n % 7}", f"Tom has  {n} apples , and eats {n % 7} ?", [turn]):
+            rows.append({"prompt": prompt, "answer": n})
     file = write_jsonl(tmp_path / "problems.jsonl", rows)  # names no split
     parts = {split: load_problems("file", split, file, holdout=0.3) for split in SPLITS}
-    assert sum(map(len, parts.values())) == 440
-    assert len(parts["test"]) / 440 == pytest.approx(0.3, abs=0.07)  # three standard deviations of 440 draws
-    assert len(parts["validation"]) == (440 - len(parts["test"])) // 20
-    assert not words(parts["test"]) & words(parts["train"] + parts["validation"])
+    assert sum(map(len, parts.values())) == 520
+    assert sum(len(words(part)) for part in parts.values()) == 400
+    assert len(words(parts["test"])) / 400 == pytest.approx(0.3, abs=0.07)  # three standard deviations of 400 draws
+    assert 0 <= len(parts["validation"]) - (520 - len(parts["test"])) // 20 < 4  # whole groups until there are enough
     assert load_problems("file", "test", file, holdout=0.3, seed=1) != parts["test"]
     assert words(parts["test"]) < words(load_problems("file", "test", file, holdout=0.5))  # a larger share only adds
     renamed = file.rename(tmp_path / "train.jsonl")
     assert {split: load_problems("file", split, renamed, holdout=0.3) for split in SPLITS} == parts
-
-
-def test_prompts_of_the_same_words_are_on_one_side(tmp_path):
-    """200 rows of 40 problems: validation, too, takes whole groups of five."""
-    rows = numbered(40) * 2
-    for spelling in ("what is {}", "What  is {} ?", "WHAT IS {}!"):
-        rows += [{"prompt": spelling.format(n), "answer": n} for n in range(40)]
-    file = write_jsonl(tmp_path / "train.jsonl", rows)
-    parts = [words(load_problems("file", split, file, holdout=0.2)) for split in SPLITS]
-    assert sum(map(len, parts)) == len(set.union(*parts)) == 40
-    assert len(load_problems("file", "validation", file)) == 10  # 5% of the rows, as where all prompts differ

@@ -197,15 +197,6 @@ def test_rows_end_at_different_turns_and_at_the_limits(tokenizer, sampling):
     assert rollout.texts[0] == long  # no room for the observation
 
 
-def test_the_stop_token_is_not_repeated_and_another_one_stays(tokenizer):
-    end = tokenizer.eos_token_id
-    ids = observation_ids(tokenizer, "7", after=end)
-    assert tokenizer.decode(ids) == "\n<|im_start|>user\n7<|im_end|>\n<|im_start|>assistant\n"
-    assert observation_ids(tokenizer, "7", after=tokenizer.pad_token_id) == [end, *ids]
-    assert observation_ids(tokenizer, "7", after=ids[0]) == [end, *ids]  # a stop string's newline ends no turn
-    assert tokenizer.decode(observation_ids(tokenizer, "\0 x", after=end)).count("\0 x") == 1
-
-
 @pytest.mark.parametrize("before", [" ", "<|endoftext|>"])
 def test_one_end_token_stands_between_turns(tokenizer, before):
     """Llama 2's template writes a blank before it, Cohere's another special token."""
@@ -214,8 +205,8 @@ def test_one_end_token_stands_between_turns(tokenizer, before):
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}" + before + "<|im_end|>"
         "{% else %}<|im_start|>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
     )
-    ids = observation_ids(tokenizer, "7<|im_end|>", after=end)
-    assert tokenizer.decode(ids) == "<|im_start|>[INST] 7< |im_end|> [/INST]"
+    ids = observation_ids(tokenizer, "\0 7<|im_end|>", after=end)
+    assert tokenizer.decode(ids) == "<|im_start|>[INST] \0 7< |im_end|> [/INST]"
     assert end not in ids  # the observation's own is broken
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")  # Phi-3 stops at the token that begins its turns, too
@@ -450,7 +441,8 @@ def test_a_template_may_demand_a_call_before_a_tools_turn(tokenizer):
     """And an id of nine letters and digits, as Mistral's."""
     tokenizer.chat_template = MISTRAL
     end = tokenizer.eos_token_id
-    for after, begin in ((end, ""), (0, "<|im_end|>")):
+    results = tokenizer.convert_tokens_to_ids("[")  # a stop string's token ends no turn
+    for after, begin in ((end, ""), (tokenizer.pad_token_id, "<|im_end|>"), (results, "<|im_end|>")):
         ids = observation_ids(tokenizer, '"7"<|im_end|>', after, "tool")
         assert tokenizer.decode(ids) == begin + '[TOOL_RESULTS]{"content": "\\"7\\"< |im_end|>", "id": "call00000"}'
         assert ids.count(end) == len(begin) // 10

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
-from architectures import OUTCOMES, tiny
+from architectures import OUTCOMES, each, tiny
 from processes import run_command
 from test_logprobs import gradients, make_groups, make_rows
 
@@ -28,15 +28,9 @@ def check(policy, tokenizer):
     return sampling
 
 
-@pytest.mark.parametrize(
-    ("name", "outcome"),
-    [
-        pytest.param(name, outcome, marks=() if name in IN_CI.split() else pytest.mark.nightly)
-        for outcome, names in OUTCOMES.items()
-        for name in names
-    ],
-)
-def test_exact_or_refused(model_folder, load, tokenizer, name, outcome):
+@each(*OUTCOMES, in_ci=IN_CI.split())
+def test_exact_or_refused(model_folder, load, tokenizer, name):
+    (outcome,) = (outcome for outcome, names in OUTCOMES.items() if name in names)
     policy = load(model_folder(tiny(name)))
     if outcome not in ("pspo", "hf"):
         with pytest.raises(ValueError, match=rf"^--model.name_or_path: {type(policy).__name__} {outcome}") as error:

@@ -210,12 +210,6 @@ def test_adapters_are_merged_into_the_weights_beside_which_they_were_trained(tmp
 
 
 def test_a_peft_folder_can_be_trained_further(run, tmp_path):
-    args = [
-        "--model.lora.rank=0",
-        f"--model.name_or_path={run / 'final'}",
-        "--run.max_steps=2",
-        "--run.validate_every=0",
-        "--run.test_limit=0",
-    ]
+    args = ("--model.lora.rank=0", f"--model.name_or_path={run / 'final'}", "--run.max_steps=2")
     assert train(str(tmp_path / "more"), *args) == 0
     assert (tmp_path / "more/final/adapter_model.safetensors").exists()

@@ -12,6 +12,7 @@ from batches import loss_and_gradient, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pspo_bridge
 from pspo import losses as L
 
 DETERMINISTIC = settings(max_examples=80, deadline=None, derandomize=True, database=None)
@@ -29,11 +30,7 @@ class SquaredRatio(L.Surrogate):
         return torch.where(mask, -ratio * advantages + self.strength * (ratio - 1) ** 2, 0.0)
 
 
-BUILT_IN = [
-    value
-    for value in vars(L).values()
-    if isinstance(value, type) and issubclass(value, L.Surrogate) and value is not L.Surrogate
-]
+BUILT_IN = [getattr(L, name) for name in pspo_bridge.BUILT_IN]
 EVERY = [
     *(cls() for cls in BUILT_IN), L.Clip(0.0), L.Clip(0.1, epsilon_high=0.3), L.Clip(0.2, delta=1.5), L.PSPO(0.0),
     L.PSPO(1.0), L.P3O(tau=2.0, kl_coef=0.5), L.TOPR(a_pos=0.2, b_pos=3.0, a_neg=2.0, b_neg=2.0), L.TOPR(level="token"),
@@ -72,40 +69,28 @@ def smooth_batch(seed=0, spread=0.8):
 
 unit = st.floats(0.0, 1.0)
 positive = st.floats(0.1, 10.0)
+epsilon = st.floats(0.01, 2.0)  # none of 0, where r = 1 would sit on a kink
 no_bound = st.just(math.inf)
 bounds = st.tuples(st.floats(0.0, 5.0), st.floats(0.0, 5.0)).map(sorted)
-
-
-@st.composite
-def topr(draw):
-    (a_pos, b_pos), (a_neg, b_neg) = draw(bounds), draw(bounds)
-    return L.TOPR(a_pos, b_pos, a_neg, b_neg, draw(st.sampled_from(["sequence", "token"])))
-
+level = st.sampled_from(["sequence", "token"])
 
 SURROGATES = {
-    # no epsilon of 0, where r = 1 would sit on a kink
-    "Clip": st.builds(
-        L.Clip, st.floats(0.01, 2.0) | no_bound, st.none() | st.floats(0.01, 2.0), st.none() | st.floats(1.01, 5.0)
-    ),
+    "Clip": st.builds(L.Clip, epsilon | no_bound, st.none() | epsilon, st.none() | st.floats(1.01, 5.0)),
     "NoClip": st.just(L.NoClip()),
     "PSPO": st.builds(L.PSPO, unit),
     "P3O": st.builds(L.P3O, positive, st.just(0.0) | st.floats(0.0, 2.0)),
     "SAPO": st.builds(L.SAPO, positive, positive),
-    "TOPR": st.one_of(st.just(L.TOPR()), topr()),
+    "TOPR": st.builds(lambda positive, negative, level: L.TOPR(*positive, *negative, level), bounds, bounds, level),
     "REINFORCE": st.just(L.REINFORCE()),
     "CISPO": st.builds(L.CISPO, st.none() | unit, st.floats(0.0, 9.0)),
     "GSPO": st.builds(L.GSPO, st.floats(1e-4, 1.0), st.floats(1e-4, 1.0) | no_bound),
-    "GMPO": st.builds(L.GMPO, st.floats(0.01, 2.0) | no_bound),
+    "GMPO": st.builds(L.GMPO, epsilon | no_bound),
     "VESPO": st.sampled_from([L.VESPO(), L.VESPO(4, 0, 4, 0)]) | st.builds(L.VESPO, *[st.floats(0.0, 4.0)] * 4),
     "DPPO": st.builds(L.DPPO, st.sampled_from(["tv", "kl"]), unit | no_bound),
-    "SPO": st.builds(L.SPO, st.floats(0.01, 2.0) | no_bound),
-    "DRO": st.builds(L.DRO, st.floats(0.0, 2.0), st.sampled_from(["sequence", "token"])),
-    "CEGPPO": st.builds(
-        L.CEGPPO, st.floats(0.01, 2.0), st.none() | st.floats(0.01, 2.0), st.floats(0.0, 2.0), st.floats(0.0, 2.0)
-    ),
-    "ASPO": st.builds(
-        L.ASPO, st.floats(0.01, 2.0) | no_bound, st.none() | st.floats(0.01, 2.0), st.floats(1.0, 5.0) | no_bound
-    ),
+    "SPO": st.builds(L.SPO, epsilon | no_bound),
+    "DRO": st.builds(L.DRO, st.floats(0.0, 2.0), level),
+    "CEGPPO": st.builds(L.CEGPPO, epsilon, st.none() | epsilon, st.floats(0.0, 2.0), st.floats(0.0, 2.0)),
+    "ASPO": st.builds(L.ASPO, epsilon | no_bound, st.none() | epsilon, st.floats(1.0, 5.0) | no_bound),
 }
 
 

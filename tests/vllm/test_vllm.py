@@ -17,7 +17,7 @@ import pytest
 import reference
 import requests
 import torch
-from architectures import OUTCOMES, tiny
+from architectures import each, tiny
 from engines import CPU, needs_vllm, train
 from processes import forked, kill_at_step, until
 from safetensors.torch import load_file
@@ -160,13 +160,7 @@ def test_first_tokens_have_the_frequencies_of_the_cut_distribution(served, promp
     reference.assert_drawn_from(exact, drawn, least=1e-3)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("deepseek_v3", "gpt2", "jamba", "mixtral") else pytest.mark.nightly)
-        for name in OUTCOMES["pspo"] + OUTCOMES["hf"]
-    ],
-)
+@each("pspo", "hf", in_ci=("deepseek_v3", "gpt2", "jamba", "mixtral"))
 def test_what_is_pushed_is_what_a_file_would_hold(name, tmp_path):
     """Engines know the names and shapes of files: there a mixture's experts are not fused, for one."""
     model = tiny(name)
