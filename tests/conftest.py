@@ -19,8 +19,10 @@ def tiny_model():
 
     def make(name="Qwen2", *, dtype=torch.float32, vocab_size=64, **settings):
         architecture = getattr(transformers, f"{name}Config").model_type
-        settings = {"tie_word_embeddings": True} | settings if name == "Qwen2" else settings
-        return tiny(architecture, vocab_size=vocab_size, **settings).to(dtype)
+        if name == "Qwen2":
+            settings = {"tie_word_embeddings": True} | settings
+        settings |= {"vocab_size": vocab_size, "pad_token_id": None}
+        return tiny(architecture, **settings).to(dtype)
 
     return make
 

@@ -180,12 +180,6 @@ def correction_weights(old_row, sampler_row, mask_row, mode, cap, floor=0.0):
     return weights
 
 
-def off_policy(log_ratios, mask_row, A, threshold):
-    """True if DeepSeek-V3.2 leaves the row out: A < 0 and a mean of log(sampler / policy) above the threshold."""
-    moved = [-x for x, keep in zip(log_ratios, mask_row, strict=True) if keep]
-    return A < 0 and math.fsum(moved) / max(len(moved), 1) > threshold
-
-
 def uncertain(entropies, share):
     """The lowest entropy among the most uncertain share of tokens, a list; at least one token."""
     return sorted(entropies, reverse=True)[math.ceil(share * len(entropies)) - 1]

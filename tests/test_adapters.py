@@ -73,15 +73,11 @@ def exact_logprobs(base, weights) -> torch.Tensor:
     return logits.log_softmax(dim=-1).gather(2, IDS[:, 4:, None])[..., 0]
 
 
-def our_logprobs(policy) -> torch.Tensor:
-    all_true = torch.ones_like(IDS, dtype=torch.bool)
-    return token_logprobs(policy, IDS[:, :4], all_true[:, :4], IDS[:, 4:], all_true[:, 4:])
-
-
 def assert_exact(folder, base, adapters, layers) -> None:
     """Log-probs, gradients, merged weights of a PEFT folder here are those of the closed form."""
     policy, weights = load_policy(ModelConfig(str(folder)), CPU), closed_form(base, adapters, layers)
-    expected, ours = exact_logprobs(base, weights), our_logprobs(policy)
+    is_token, expected = torch.ones_like(IDS, dtype=torch.bool), exact_logprobs(base, weights)
+    ours = token_logprobs(policy, IDS[:, :4], is_token[:, :4], IDS[:, 4:], is_token[:, 4:])
     plain = exact_logprobs(base, dict(base.named_parameters()))
     assert (expected - plain).abs().max() > 0.05  # the adapters do something
     assert (expected - ours).abs().max() < 1e-4
@@ -123,10 +119,12 @@ def test_a_field_is_refused_before_the_model_is_loaded(field, base, tmp_path):
 def test_the_head_is_exact_untied_and_refused_tied(base, tmp_path):
     layers = {"lm_head": (4, 3.0)}
     write_adapters(tmp_path / "tied", {"target_modules": ["lm_head"]}, layers, base)
-    with pytest.raises(ValueError, match=r"^--model.lora.target_modules: lm_head has the weight of another layer"):
-        load_policy(ModelConfig(str(tmp_path / "tied")), CPU)
-    with pytest.raises(ValueError, match=r"^--model.lora.target_modules: lm_head has the weight of another layer"):
-        load_policy(ModelConfig(lora=LoraConfig(rank=4, target_modules=["lm_head"])), CPU)
+    for config in (
+        ModelConfig(str(tmp_path / "tied")),
+        ModelConfig(lora=LoraConfig(rank=4, target_modules=["lm_head"])),
+    ):
+        with pytest.raises(ValueError, match=r"^--model.lora.target_modules: lm_head has the weight of another layer"):
+            load_policy(config, CPU)
     untied = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-base", tie_word_embeddings=False)
     with torch.no_grad():
         untied.lm_head.weight.copy_(base.lm_head.weight.flip(0))

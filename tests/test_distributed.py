@@ -24,7 +24,6 @@ if not torch.distributed.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 CPU = torch.device("cpu")
 STRATEGIES = ("ddp", "fsdp2")
-MODELS = ("whole", "sharded")
 
 # --- gradients --------------------------------------------------------------------------------------------------------
 
@@ -124,13 +123,10 @@ def computed(cases, tmp_path_factory) -> dict:
         for strategy in STRATEGIES:
             for name, config in cases.items():
                 results[strategy, name] = step(replace(config, distributed=DistributedConfig(strategy)))
-        for model in MODELS:
-            policy = load_policy(
-                ModelConfig("tiny-base"), CPU, DistributedConfig("fsdp2" if model == "sharded" else "ddp")
-            )
-            results[model] = dist.gather_objects(roll_out(policy, dist.rank()))
-            if model == "sharded":
-                results["exported"] = dist.full_state_dict(policy)
+        for strategy in STRATEGIES:
+            policy = load_policy(ModelConfig("tiny-base"), CPU, DistributedConfig(strategy))
+            results[strategy] = dist.gather_objects(roll_out(policy, dist.rank()))
+        results["exported"] = dist.full_state_dict(policy)
         if dist.is_main():
             torch.save(results, out)
 
@@ -155,10 +151,10 @@ def test_two_ranks_take_the_steps_of_one(computed, cases, name):
             assert actual == pytest.approx(expected, rel=0.1 if rough else 1e-3, abs=2e-2 if rough else 1e-4)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_each_rank_rolls_out_what_one_process_would(computed, model):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_rank_rolls_out_what_one_process_would(computed, strategy):
     policy = load_policy(ModelConfig("tiny-base"), CPU)
-    assert computed[model] == [roll_out(policy, rank) for rank in range(2)]
+    assert computed[strategy] == [roll_out(policy, rank) for rank in range(2)]
 
 
 def test_a_sharded_model_is_exported_whole(computed):

@@ -7,15 +7,13 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 
 import pspo.__main__
 import pspo.losses
-from pspo.config import EvaluateConfig, TrainConfig
+from pspo.config import EvaluateConfig, TrainConfig, find_switches
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -107,15 +105,9 @@ def test_every_name_in_the_api_exists():
             assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
 
 
-def switches_of(config_class: type, prefix: str = "") -> set[str]:
-    hints, names = get_type_hints(config_class), {part.name for part in fields(config_class)}
-    below = (switches_of(hints[name], f"{prefix}{name}.") for name in names if is_dataclass(hints[name]))
-    return {f"{prefix}{name}" for name in names}.union(*below)
-
-
 @pytest.mark.parametrize("page", TEXTS)
 def test_what_a_page_names_exists(page):
-    known = switches_of(TrainConfig) | switches_of(EvaluateConfig)
+    known = find_switches(TrainConfig) | find_switches(EvaluateConfig)
     pieces = ("algorithm.surrogate.", "algorithm.advantages.", "experiments.")  # whose arguments are open
     for switch in re.findall(r"--([a-z]+\.[a-z_0-9.]*\w)", TEXTS[page]):
         assert switch in known or switch.startswith(pieces), switch

@@ -78,8 +78,12 @@ def test_refused_before_a_run_begins(model_folder, tmp_path, capsys):
     assert not output.exists()
 
 
-def test_positions_end_where_longrope_switches(model_folder):
+def test_room_beside_a_completion_ends_where_longrope_switches(model_folder):
+    switch = "rollout.max_completion_tokens"
+    assert [room_for_prompts(ModelConfig(), limit, switch) for limit in (128, 511)] == [512 - 128, 1]
+    with pytest.raises(ValueError, match=r"--rollout\.max_completion_tokens .* 512 .* got 512$"):
+        room_for_prompts(ModelConfig(), 512, switch)
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
     model = tiny("phi3", original_max_position_embeddings=64, rope_parameters=rope)
-    assert room_for_prompts(ModelConfig(str(model_folder(model))), 20, "rollout.max_completion_tokens") == 44
-    assert room_for_prompts(ModelConfig(str(model_folder(tiny("phi3")))), 20, "") == 236
+    assert room_for_prompts(ModelConfig(str(model_folder(model))), 20, switch) == 44
+    assert room_for_prompts(ModelConfig(str(model_folder(tiny("phi3")))), 20, switch) == 236

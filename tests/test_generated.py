@@ -102,7 +102,7 @@ def test_answers_of_arithmetic_agree_with_the_text_and_with_every_step(split):
 
 
 @every_split
-def test_answers_about_letters_agree_with_the_text(split):
+def test_answers_about_letters_and_of_sums_agree_with_the_text(split):
     for p in take("letters", split):
         word = word_of(p)
         backwards = "backwards" in p.prompt or "right to left" in p.prompt
@@ -111,10 +111,6 @@ def test_answers_about_letters_agree_with_the_text(split):
         assert 3 <= len(word) <= 6
         assert p.solution == f"#### {p.answer}"
         assert is_correct(p.solution, p.answer)
-
-
-@every_split
-def test_sums_are_right(split):
     for p in take("sums", split):
         expression = p.prompt.removeprefix("What is ").removesuffix("?")
         assert p.answer == eval(expression)

@@ -81,10 +81,6 @@ def diagnose_rows(logprobs, old, advantages, weights, mask):
     return diagnose(*(tensor[is_active] for tensor in (logprobs, old, advantages, weights, rows)))
 
 
-def diagnose_with(surrogate, logprobs, old, advantages, mask):
-    return diagnose_rows(logprobs, old, advantages, token_weights(surrogate, logprobs, old, advantages, mask), mask)
-
-
 @pytest.mark.parametrize("surrogate", LOSSES, ids=repr)
 def test_against_numpy_with_the_closed_forms_weights(surrogate):
     logprobs, old, advantages, mask = batch = make_batch(seed=3)  # advantages of both signs
@@ -120,7 +116,8 @@ def test_against_numpy_with_the_closed_forms_weights(surrogate):
 
 def test_clamped_share_and_finite_statistics_far_away():
     log_r = torch.tensor([[0.0, 19.9, 20.1, -20.1, -1e4, 1e30, 0.3, -19.9]])
-    stats = diagnose_with(PSPO(), log_r, torch.zeros_like(log_r), torch.tensor([[1.0]]), log_r > -1e30)
+    tokens, mask = (log_r, torch.zeros_like(log_r), torch.ones(1, 1)), log_r > -1e30
+    stats = diagnose_rows(*tokens, token_weights(PSPO(), *tokens, mask), mask)
     assert stats["clamped_share"] == 0.5
     assert all(math.isfinite(value) for value in stats.values())
     assert stats["ratio_max"] == pytest.approx(math.exp(20), rel=1e-5)

@@ -22,18 +22,6 @@ from pspo.rollout import make_sampling
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("theirs", "tokenizers", "expected"),
-    [(5, 5, [5]), (7, 5, [5, 7]), ([9, 7], 8, [7, 8, 9]), ([7, 5], 5, [5, 7]), (None, 0, [0])],
-)
-def test_stop_tokens_are_the_union(tiny_model, tokenizer, theirs, tokenizers, expected):
-    model = tiny_model()
-    model.generation_config = GenerationConfig(eos_token_id=theirs)
-    tokenizer.chat_template = "{{ messages[-1].content }}"  # which ends no turn
-    tokenizer.eos_token_id = tokenizers
-    assert stop_token_ids(model, tokenizer) == expected
-
-
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
 GEMMA = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for m in messages %}"
@@ -53,13 +41,16 @@ GEMMA = (
         ("{{ messages[0].content }}<|im_end|>", "<eos>", None),  # it drops the answer
     ],
 )
-def test_completions_end_where_the_template_ends_the_assistants_turn(tiny_model, tokenizer, template, eos, end):
+def test_completions_end_where_the_template_the_tokenizer_or_the_model_ends_a_turn(
+    tiny_model, tokenizer, template, eos, end
+):
     words = [eos, *re.findall(r"<[\w|]+>", template)]
     tokenizer.add_special_tokens({"eos_token": eos, "extra_special_tokens": sorted(set(words) - {eos})})
     tokenizer.chat_template, model = template, tiny_model()
-    model.generation_config = GenerationConfig()
-    expected = {tokenizer.convert_tokens_to_ids(token) for token in (eos, end) if token}
-    assert stop_token_ids(model, tokenizer) == sorted(expected)
+    ids = {tokenizer.convert_tokens_to_ids(token) for token in (eos, end) if token}
+    for theirs, others in ((None, []), (5, [5]), ([9, 7], [7, 9]), ([7, *ids], [7])):
+        model.generation_config = GenerationConfig(eos_token_id=theirs)
+        assert stop_token_ids(model, tokenizer) == sorted({*ids, *others})
 
 
 def test_locate(tmp_path):
@@ -96,10 +87,8 @@ ODD_WEIGHTS = {  # in place of tiny-base's, or beside them
 def test_weights_that_the_configuration_does_not_describe_are_refused_by_name(model_folder, case):
     change, message = ODD_WEIGHTS[case]
     folder = model_folder()
-    save_file(
-        {name: weight for name, weight in (TINY_BASE | change).items() if weight is not None},
-        folder / "model.safetensors",
-    )
+    weights = {name: weight for name, weight in (TINY_BASE | change).items() if weight is not None}
+    save_file(weights, folder / "model.safetensors")
     expected = contextlib.nullcontext() if message is None else refused(rf"^--model.name_or_path {folder}: {message}$")
     with expected:
         load_policy(ModelConfig(name_or_path=str(folder)), CPU)

@@ -5,6 +5,7 @@ import math
 import shutil
 from dataclasses import replace
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer
 from pspo.config import SYSTEM_PROMPT, DataConfig, ModelConfig, TrainConfig
 from pspo.model import ASSETS
 from pspo.model.chat import render_prompts
-from pspo.model.find import load_tokenizer, room_for_prompts, set_template_defaults
+from pspo.model.find import load_tokenizer, set_template_defaults
 from pspo.rollout import Prompts, encode_prompts, load_prompts
 from pspo.rollout.prompts import PromptStream, prompt_order
 from pspo.tasks import Problem
@@ -219,25 +220,13 @@ def test_fingerprint_covers_prompts_answers_and_fields():
     assert len({fingerprint(**changed) for changed in changes}) == len(changes)
 
 
-def test_room_beside_a_completion():
-    switch = "rollout.max_completion_tokens"
-    assert [room_for_prompts(ModelConfig(), limit, switch) for limit in (128, 511)] == [512 - 128, 1]
-    with pytest.raises(ValueError, match=r"--rollout\.max_completion_tokens .* 512 .* got 512$"):
-        room_for_prompts(ModelConfig(), 512, switch)
-
-
 def test_prompt_order_is_a_permutation_an_epoch():
-    def first(n, seed, length):
-        order = prompt_order(n, seed)
-        return [next(order) for _ in range(length)]
-
-    chosen = first(10, 3, 40)
+    chosen, again, other, single = (list(islice(prompt_order(*of), 40)) for of in ((10, 3), (10, 3), (10, 4), (1, 0)))
     epochs = [chosen[start : start + 10] for start in range(0, 40, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 4
-    assert first(10, 3, 40) == chosen
-    assert first(10, 4, 40) != chosen
-    assert first(1, 0, 3) == [0, 0, 0]
+    assert again == chosen != other
+    assert single == [0] * 40
 
 
 def test_a_stream_seeks_any_position_at_once(load_words):

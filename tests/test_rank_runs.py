@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -91,20 +92,25 @@ def test_torchrun_starts_ranks_of_which_one_talks(whole, tmp_path):
 
 STALE = ("--rollout.lag=1", "--rollout.resample=2")
 ADAPTERS = ("--model.lora.rank=4", "--algorithm.beta=0.1")
-ENDS = [  # of one rank, with the run's further switches, and what it is about to do; all but the first nightly
-    ("fsdp2", signal.SIGTERM, (), "next"),
-    ("ddp", signal.SIGKILL, (), "update"),
-    ("ddp", signal.SIGTERM, STALE, "update"),
-    ("fsdp2", signal.SIGKILL, ADAPTERS, "update"),
+STOP, KILL = partial(send, signal.SIGTERM), partial(send, signal.SIGKILL)
+OWNERS = {"next": Now, "update": pspo.train, "save_snapshot": Checkpointer}
+ENDS = [  # of a rank, with the run's further switches, and what it is about to do; all but the first nightly
+    ("fsdp2", (), 1, "next", STOP),
+    ("ddp", (), 1, "update", KILL),
+    ("ddp", STALE, 1, "update", STOP),
+    ("fsdp2", ADAPTERS, 1, "update", KILL),
+    ("fsdp2", (), 0, "save_snapshot", partial(kill_at_file_event, 3)),  # while the shards are written
+    ("fsdp2", (), 0, "save_snapshot", partial(kill_at_file_event, 12)),  # after
+    ("fsdp2", (), 1, "save_snapshot", partial(kill_at_file_event, 3)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "number", "args", "function"),
+    ("strategy", "args", "rank", "function", "end"),
     [ENDS[0], *(pytest.param(*end, marks=pytest.mark.nightly) for end in ENDS[1:])],
 )
 def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exactly(
-    whole, tmp_path, capfd, strategy, number, args, function
+    whole, tmp_path, capfd, strategy, args, rank, function, end
 ):
     expected, output = whole[strategy], tmp_path / "run"
     if args:
@@ -112,18 +118,18 @@ def test_one_rank_that_is_killed_or_told_to_stop_ends_the_run_which_resumes_exac
         assert train(expected, strategy, *args) == [0, 0]
 
     def fault() -> None:
-        if os.environ["RANK"] == "1":
-            before(function, lambda *_: send(number), Now if function == "next" else pspo.train, nth=2)
+        if os.environ["RANK"] == str(rank):
+            before(function, lambda *_: end(), OWNERS[function], nth=2)
 
     codes = train(output, strategy, *args, fault=fault)
-    if number == signal.SIGTERM:
+    if end is STOP:
         assert codes == [75, 75]
         assert checkpoints(output)[0].name == ("step-000004" if function == "update" else "step-000002")
         assert "SIGTERM: stopping after this pass or update" in capfd.readouterr().err
     else:
         assert codes[0] != 0
-        assert codes[1] == -signal.SIGKILL
-        assert checkpoints(output)[0].name == "step-000002"
+        assert codes[rank] == -signal.SIGKILL
+        assert function == "save_snapshot" or checkpoints(output)[0].name == "step-000002"
     assert train(output, strategy, *args) == [0, 0]
     assert_same(expected, output)
 
@@ -198,21 +204,3 @@ def test_evaluation_uses_the_ranks(whole, tmp_path):
     assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0", "rank-1"}
     for name in ("results.json", "completions.jsonl"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
-
-
-# ---------------------------------------------------------------- faults in the middle of a save; two launchers
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("rank", "n"), [(0, 3), (0, 12), (1, 3)])
-def test_a_rank_killed_in_the_middle_of_a_save_ends_the_run_which_resumes_exactly(whole, tmp_path, rank, n):
-    """At its n-th file event: while the shards are written, or after."""
-
-    def fault() -> None:
-        if os.environ["RANK"] == str(rank):
-            before("save_snapshot", lambda *_: kill_at_file_event(n), Checkpointer, nth=2)
-
-    codes = train(tmp_path / "run", "fsdp2", fault=fault)
-    assert codes[rank] == -signal.SIGKILL
-    assert train(tmp_path / "run", "fsdp2") == [0, 0]
-    assert_same(whole["fsdp2"], tmp_path / "run")

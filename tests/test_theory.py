@@ -31,16 +31,12 @@ def train_logit_table(surrogate, eps):
     return table.detach()
 
 
-@pytest.mark.parametrize("alpha", [0.1, 0.9])
-def test_adamw_moves_pspo_and_noclip_alike(alpha):
-    noclip, pspo = (train_logit_table(s, eps=1e-30) for s in (NoClip(), PSPO(alpha)))
+@pytest.mark.parametrize(("alpha", "eps"), [(0.1, 1e-30), (0.9, 1e-30), (0.9, 1e-2)])
+def test_adamw_moves_pspo_and_noclip_alike_but_for_a_large_eps(alpha, eps):
+    noclip, pspo = (train_logit_table(surrogate, eps) for surrogate in (NoClip(), PSPO(alpha)))
     assert noclip.abs().max() > 0.3  # they did move, far from where they started
-    torch.testing.assert_close(pspo, noclip, rtol=0, atol=1e-9)
-
-
-def test_alpha_acts_through_adamws_eps():
-    noclip, pspo = (train_logit_table(s, eps=1e-2) for s in (NoClip(), PSPO(0.9)))
-    assert (pspo - noclip).abs().max() > 0.05
+    apart = (pspo - noclip).abs().max()
+    assert apart > 0.05 if eps == 1e-2 else apart < 1e-9
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

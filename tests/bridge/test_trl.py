@@ -408,9 +408,8 @@ def test_wrong_settings_are_refused_in_one_line(tmp_path, surrogate, arguments, 
 def test_the_lines_of_the_guide_make_a_trainer(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs/guide/bridge.md").read_text(encoding="utf-8")
     (lines,) = re.findall(r"```py\n(from datasets.*?)```", page, re.DOTALL)
-    prompts = Dataset.from_dict(
-        {"prompt": [[{"role": "user", "content": text}] for text in PROMPTS], "solution": [""] * 2}
-    )
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+    prompts = Dataset.from_dict({"prompt": chats, "solution": [""] * 2})
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: prompts)
     monkeypatch.setattr(GRPOTrainer, "train", lambda trainer: None)
     names = {}

@@ -24,18 +24,6 @@ WRONG = (
 SWITCHES = [f"{part}.{leaf}" for part, leaves in yaml.safe_load(DEFAULTS.read_text()).items() for leaf in leaves]
 
 
-def taken_or_refused(capsys, *args: str) -> None:
-    """Parse silently, or exit with code 2 and one line on stderr."""
-    capsys.readouterr()
-    try:
-        code, _ = None, parse(TrainConfig, "pspo.train", args)
-    except SystemExit as exit_:
-        code = exit_.code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert (code, err) == (None, "") or (code, err.count("\n"), err[:19]) == (2, 1, "pspo.train: error: "), err
-
-
 @settings(fixtures, max_examples=1000)
 @given(
     lines=st.lists(
@@ -50,4 +38,11 @@ def test_any_file_is_taken_or_refused_in_one_line(capsys, tmp_path, lines, edits
         text = text[:i] + odd + text[i:]
     file = tmp_path / "config.yaml"
     file.write_text(text)
-    taken_or_refused(capsys, "--config", str(file))
+    capsys.readouterr()
+    try:
+        code, _ = None, parse(TrainConfig, "pspo.train", ["--config", str(file)])
+    except SystemExit as exit_:
+        code = exit_.code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert (code, err) == (None, "") or (code, err.count("\n"), err[:19]) == (2, 1, "pspo.train: error: "), err
