@@ -89,13 +89,10 @@ def naive_row(model, rollout, i):
 
 def tokens_left_out(terms, entropies, mask):
     """By token of a row, True if one of the terms leaves it out of the surrogate's loss."""
-    left_out = [False] * len(mask)
-    for term in terms:
-        if isinstance(term, EntropyQuantile):
-            inside = [entropy for entropy, is_in_loss in zip(entropies, mask, strict=True) if is_in_loss]
-            lowest = reference.uncertain(inside, term.share) - 1e-9 if inside else 0.0
-            left_out = [already or entropy < lowest for already, entropy in zip(left_out, entropies, strict=True)]
-    return left_out
+    inside = [entropy for entropy, is_in_loss in zip(entropies, mask, strict=True) if is_in_loss]
+    shares = [term.share for term in terms if isinstance(term, EntropyQuantile) and inside]
+    lowest = max((reference.uncertain(inside, share) - 1e-9 for share in shares), default=0.0)
+    return [entropy < lowest for entropy in entropies]
 
 
 def naive_minibatch(model, rollout, advantages, rows, old, ref, config):

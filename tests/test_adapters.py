@@ -110,10 +110,9 @@ def test_a_field_is_exact(field, base, tmp_path):
 def test_a_field_is_refused_before_the_model_is_loaded(field, base, tmp_path):
     settings = {field: REFUSED[field], "base_model_name_or_path": str(tmp_path / "nowhere")}
     write_adapters(tmp_path / "adapters", settings, ALL_Q, base)
-    config = ModelConfig(str(tmp_path / "adapters"))
     said = rf"^--model\.name_or_path .*adapters: its adapter_config.json sets {field} to .*"
     with pytest.raises(ValueError, match=said):
-        load_policy(config, CPU)
+        load_policy(ModelConfig(str(tmp_path / "adapters")), CPU)
 
 
 def test_the_head_is_exact_untied_and_refused_tied(base, tmp_path):

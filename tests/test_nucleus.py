@@ -121,12 +121,15 @@ def steps(policy, rollout, config):
 def test_updates_are_on_policy_at_first_and_not_those_that_ignore_the_nucleus(policy, rollout, surrogate):
     whole, metrics = steps(policy, rollout, replay(surrogate, correction="sequence_mask"))
     move = (whole - weights(policy)).abs().max().item()
-    ignoring, _ = steps(policy, dataclasses.replace(rollout, nucleus=None), replay(surrogate, nucleus="ignore"))
+    bare = dataclasses.replace(rollout, nucleus=None)
+    ignoring, _ = steps(policy, bare, replay(surrogate, nucleus="ignore"))
     assert (whole - ignoring).abs().max() > 0.05 * move
     assert metrics[0]["ratio_min"] == metrics[0]["ratio_max"] == 1.0
     assert metrics[1]["ratio_max"] > 1.001
     assert metrics[0]["sampler_ratio_max"] == pytest.approx(1, abs=1e-4)  # the sampler's are renormalised, too
     assert metrics[0]["corrected_share"] == 0
+    with pytest.raises(ValueError, match=r"--algorithm\.nucleus replay needs nuclei"):
+        steps(policy, bare, replay(surrogate))
 
 
 def test_log_probs_that_are_kept_before_the_steps_are_renormalised_too(policy, rollout):
@@ -138,10 +141,3 @@ def test_log_probs_that_are_kept_before_the_steps_are_renormalised_too(policy, r
     for metrics in update(learner, rollout, torch.ones(len(rollout)), config):
         assert metrics["ratio_min"] == pytest.approx(1) == metrics["ratio_max"]
         assert metrics["kl_reference"] == pytest.approx(0, abs=1e-9)
-
-
-def test_what_a_rollout_or_learner_lacks_is_named(policy, rollout):
-    learner = Learner(copy.deepcopy(policy), torch.optim.SGD(policy.parameters(), lr=0.0))
-    bare = dataclasses.replace(rollout, nucleus=None)
-    with pytest.raises(ValueError, match=r"--algorithm\.nucleus replay needs nuclei"):
-        update(learner, bare, torch.ones(len(bare)), replay(NoClip()))

@@ -73,24 +73,16 @@ def skyrl(monkeypatch):
             raise ValueError(f"policy loss '{name}' already registered")
         registry[name] = function
 
+    def correct(losses, old, rollout, mask, config):
+        if rollout is None:
+            return losses, mask, {}
+        return losses * (old - rollout).exp().clamp(max=config.cap), mask, {"tis": 1.0}
+
+    policies = SimpleNamespace(register=register_once, unregister=registry.__delitem__, list_available=registry.copy)
     utils = "skyrl.backends.skyrl_train.utils"
-    install(
-        monkeypatch,
-        f"{utils}.off_policy_correction_utils",
-        apply_off_policy_correction=lambda losses, old, rollout, mask, config: (
-            losses if rollout is None else losses * (old - rollout).exp().clamp(max=config.cap),
-            mask,
-            {} if rollout is None else {"tis": 1.0},
-        ),
-    )
-    install(
-        monkeypatch,
-        f"{utils}.ppo_utils",
-        PolicyLossRegistry=SimpleNamespace(
-            register=register_once, unregister=registry.__delitem__, list_available=lambda: list(registry)
-        ),
-        reduce_loss=lambda loss, mask: (loss * mask).sum(),
-    )
+    install(monkeypatch, f"{utils}.off_policy_correction_utils", apply_off_policy_correction=correct)
+    contents = {"PolicyLossRegistry": policies, "reduce_loss": lambda loss, mask: (loss * mask).sum()}
+    install(monkeypatch, f"{utils}.ppo_utils", **contents)
     monkeypatch.delitem(sys.modules, "pspo_bridge.skyrl", raising=False)
     import pspo_bridge.skyrl
 

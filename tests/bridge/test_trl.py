@@ -198,11 +198,6 @@ def test_weights_after_two_iterations_are_those_of_update(tmp_path, surrogate, a
     assert (theirs - ours).norm() < 1e-3 * (ours - before).norm()  # what another loss would miss by far
 
 
-def embedded_data(page):
-    (packed,) = re.findall(r'id="data">([\w+/=]+)</script>', page.read_text())
-    return json.loads(gzip.decompress(base64.b64decode(packed)))
-
-
 OPTIONS = [
     {},
     {"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.3},
@@ -347,7 +342,8 @@ def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, monkeypatch, capsys):
     view(["~/runs/trl", "--output", "~/page.html"])
     report(["~/runs/trl", "--output_dir", "~/report"])
     assert capsys.readouterr().err == ""
-    page = embedded_data(tmp_path / "page.html")
+    (packed,) = re.findall(r'id="data">([\w+/=]+)</script>', (tmp_path / "page.html").read_text())
+    page = json.loads(gzip.decompress(base64.b64decode(packed)))
     assert [len(group["completions"]) for group in page["groups"]] == [GROUP, GROUP]
     assert {group["prompt"] for group in page["groups"]} <= set(PROMPTS)
     assert page["runs"][0]["method"] == "PSPO"

@@ -78,7 +78,8 @@ class Routes(BaseHTTPRequestHandler):
             raise RuntimeError("an update is active" if server.updating else "no update is active")
         if path == "/update_weights":
             server.weights |= load(b64decode(body["update_info"]["safetensors"]))
-        server.updating = path in ("/start_weight_update", "/update_weights")
+        if path in updating:
+            server.updating = path != "/finish_weight_update"
         server.version = body.get("new_version", server.version)
         return {route: {} for route in ("/pause", "/update_weight_version", "/resume", *updating)}[path]
 
