@@ -432,18 +432,18 @@ def words(problems: list[Problem]) -> set[str]:
 
 
 def test_holdout_makes_train_validation_and_test_that_share_no_problem(tmp_path):
-    """Every second problem is there in four spellings, one a chat's: the same words are on one side."""
-    rows = [{"prompt": f"Tom has {n} apples, and eats {n % 7}.", "answer": n} for n in range(400)]
-    for n in range(0, 400, 2):
+    """Every problem is there in three spellings, one a chat's: the same words are on one side."""
+    rows = []
+    for n in range(400):
         turn = {"role": "user", "content": f"TOM has {n}  apples and eats {n % 7}!"}
-        for prompt in (f"tom has {n} apples and eats {n % 7}", f"Tom has  {n} apples , and eats {n % 7} ?", [turn]):
-            rows.append({"prompt": prompt, "answer": n})
+        texts = (f"Tom has {n} apples, and eats {n % 7}.", f"tom has {n}  apples and eats {n % 7} ?")
+        rows += [{"prompt": prompt, "answer": n} for prompt in (*texts, [turn])]
     file = write_jsonl(tmp_path / "problems.jsonl", rows)  # names no split
     parts = {split: load_problems("file", split, file, holdout=0.3) for split in SPLITS}
-    assert sum(map(len, parts.values())) == 1000
+    assert sum(map(len, parts.values())) == 1200
     assert sum(len(words(part)) for part in parts.values()) == 400
     assert len(words(parts["test"])) / 400 == pytest.approx(0.3, abs=0.07)  # three standard deviations of 400 draws
-    assert 0 <= len(parts["validation"]) - (1000 - len(parts["test"])) // 20 < 4  # whole groups until there are enough
+    assert 0 <= len(parts["validation"]) - (1200 - len(parts["test"])) // 20 < 3  # whole groups until there are enough
     assert load_problems("file", "test", file, holdout=0.3, seed=1) != parts["test"]
     assert words(parts["test"]) < words(load_problems("file", "test", file, holdout=0.5))  # a larger share only adds
     renamed = file.rename(tmp_path / "train.jsonl")
