@@ -175,10 +175,12 @@ class Record(TrainerCallback):
 
     Args:
         folder: of the run: a new one, or with `resume_from_checkpoint` that of the run that is resumed.
-        groups: per rollout whose completions and tokens are recorded, as --run.record_tokens.
+        groups: per rollout whose completions and tokens are recorded, at least 1.
     """
 
     def __init__(self, folder: str | Path, groups: int = 2) -> None:
+        if groups < 1:
+            raise ValueError(f"groups must be at least 1; got {groups}")
         self.folder = Path(folder)
         self.groups = groups
         self.trainer: trl.GRPOTrainer | None = None

@@ -95,8 +95,9 @@ def default_arguments(class_path: str) -> dict[str, Any]:
     module, _, name = str(class_path).rpartition(".")
     if module not in ("pspo.tasks", "pspo.losses"):
         return {}
-    cls = getattr(importlib.import_module(module), name, dict)
-    return {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
+    cls = getattr(importlib.import_module(module), name, None)
+    parameters = {} if cls is None else inspect.signature(cls).parameters  # None: of another version
+    return {name: parameter.default for name, parameter in parameters.items()}
 
 
 def setting_numbers(configs: pd.DataFrame, ignore: Sequence[str] = ()) -> pd.Series:

@@ -33,6 +33,7 @@ from tqdm import tqdm
 from pspo import distributed as dist
 from pspo.cli.files import flat, lock_folder, read_json, to_yaml, write_json, write_text
 from pspo.cli.parse import parse
+from pspo.config import require
 from pspo.endings import EXIT_INTERRUPTED, EXIT_STOPPED, user_errors
 from pspo.tasks.files import local_path
 from pspo.terminal import Bar
@@ -165,6 +166,7 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
     column = Column("", "", is_share=True)
     if sweep.pilot is not None:
         pilot = read_runs(run_folders([sweep.pilot])).finished
+        require(len(pilot.configs) > 0, "pilot", "must have finished runs", sweep.pilot)
         yield describe_time(pilot, [job for method in plan for job in planned_jobs(method) if not job.trained])
         if sd is None:
             values = main_values(pilot)

@@ -78,7 +78,7 @@ def answers(folders: list[Path], table: pd.DataFrame, name: str, problems: Path)
         part.insert(1, "category", part["problem"].map(categories))
         run = str(path.parent.parent)
         if run in table.index:
-            part = part.assign(**table.loc[run, ["experiment", "method", "epochs", "seed"]])
+            part = part.assign(**table.loc[run].reindex(["experiment", "method", "epochs", "seed"]))
         parts.append(part)
     return pd.concat(parts, ignore_index=True).drop_duplicates()  # experiments may begin with one model
 

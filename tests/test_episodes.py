@@ -512,17 +512,17 @@ def test_rewards_are_the_functions_of_the_last_turn_plus_the_environments(policy
     prompts = Prompts(problems, encode_prompts(tokenizer, texts, ""))
     rollout = sampler.draw(prompts, 1, How(sampling.greedy(), policy))
     earned = rollout.environment_rewards
-    totals, by_name, *_ = rollout.score(problems, RewardConfig([FormatReward()], [0.5]), 0, 128)
+    totals, by_name, *_ = rollout.score(problems, 1, RewardConfig([FormatReward()], [0.5]), 0, 128)
     assert by_name == {"FormatReward": FormatReward()(rollout.texts, problems), "environment": earned}
     assert totals == pytest.approx([0.5 * a + b for a, b in zip(*by_name.values(), strict=True)])
-    none, *_ = rollout.score(problems, RewardConfig([ExactMatch()]), 0, 128)
+    none, *_ = rollout.score(problems, 1, RewardConfig([ExactMatch()]), 0, 128)
     assert none == earned  # problems without an answer
     seen = []
     log = RewardConfig([lambda completion_ids, **_: seen.append(completion_ids) or [0.0] * len(completion_ids)])
-    rollout.score(problems, log, 0, 128)
+    rollout.score(problems, 1, log, 0, 128)
     assert seen == [[[t for t, drawn in row if drawn] for row in rows_of(rollout)]]
     lengths = [len(row) for row in rows_of(rollout)]  # with the observations, as the limit counts them
-    punished = rollout.score(problems, RewardConfig([SoftOverlong(100)]), 0, 128).by_function["SoftOverlong"]
+    punished = rollout.score(problems, 1, RewardConfig([SoftOverlong(100)]), 0, 128).by_function["SoftOverlong"]
     assert punished == pytest.approx([-min(1, max(0, length - 28) / 100) for length in lengths])
 
 

@@ -162,7 +162,7 @@ def test_rewards_hear_what_was_drawn_and_which_completions_hit_the_limit():
         return [0.5] * len(inputs["completions"])
 
     rollout, _ = make_rollout()
-    assert rollout.score([Problem("?")] * len(rollout), RewardConfig([hears]), 3, 10).totals == [0.5] * len(rollout)
+    assert rollout.score([Problem("?")] * len(rollout), 1, RewardConfig([hears]), 3, 10).totals == [0.5] * len(rollout)
     ids = completions(rollout)
     told = {"completion_ids": ids, "completion_tokens": [*map(len, ids)], "truncated": (~rollout.terminated).tolist()}
     assert heard == heard | told | {"step": 3, "max_completion_tokens": 10}
@@ -258,17 +258,18 @@ def work(tmp_path, monkeypatch):
 
 def test_what_functions_log_as_trls_do(work):
     """In workers each group its own; a name that two functions log is there twice."""
-    texts, problems = ["a", "bcd", "ef"], [Problem("?"), *[Problem("!")] * 2]
-    for workers, longest in ((0, [3.0, 3.0, 3.0]), (2, [1.0, 3.0, 3.0])):
-        logged = total([work.logs, work.own_length, work.logs], None, texts, problems, workers=workers).logged
-        columns = {"longest": longest, "kinds": ["(1+0j)", "(3+0j)", "(2+0j)"], "size": [1, 3, 2]}
+    texts, problems = ["a", "b", "bcd", "ef"], [Problem("?")] * 4
+    for workers, longest in ((0, [3.0] * 4), (2, [1.0, 1.0, 3.0, 3.0])):
+        functions = [work.logs, work.own_length, work.logs]
+        logged = total(functions, None, texts, problems, workers=workers, group_size=2).logged
+        columns = {"longest": longest, "kinds": ["(1+0j)", "(1+0j)", "(3+0j)", "(2+0j)"], "size": [1, 1, 3, 2]}
         assert logged == columns | {f"{name}_2": values for name, values in columns.items()}
 
 
 def in_workers(function, *completions, group_size=1, **settings):
-    problems = [Problem(f"{i // group_size}?") for i in range(len(completions))]
+    problems = [Problem("?")] * len(completions)  # of all groups, as where a pass over one problem ends
     rows = {"problems": problems, "completion_ids": None, "truncated": None}
-    (values,) = called_with(function, completions, **rows, **settings).values()
+    (values,) = called_with(function, completions, **rows, group_size=group_size, **settings).values()
     return values
 
 

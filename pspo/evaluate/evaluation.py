@@ -51,7 +51,7 @@ def complete(
     with dist.unsharded(how.model):
         rollout = sampler.draw(prompts.take(indices), samples, how)
     problems = [prompts.problems[i] for i in indices for _ in range(samples)]
-    scores = rollout.score(problems, reward, step, how.sampling.max_completion_tokens)
+    scores = rollout.score(problems, samples, reward, step, how.sampling.max_completion_tokens)
     show_failures(scores.failures, shown_failures)
     lengths = rollout.loss_mask.sum(dim=1).tolist()
     terminated = rollout.terminated.tolist()

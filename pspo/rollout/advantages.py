@@ -111,7 +111,8 @@ def gdpo(
     """
     rows = [values.where(~rewards.isnan(), torch.nan) for values in rewards_by_function.values()]
     scaled = [group_relative_advantages(values, group_size, "group", eps) for values in rows]
-    total = sum(weight * values for weight, values in zip(weights, scaled, strict=True))
+    weighted = [weight * values for weight, values in zip(weights, scaled, strict=True)]
+    total = sum(weighted, start=torch.zeros_like(rewards))
     total_or_nan = total.where(~rewards.isnan(), torch.nan)[:, None]
     deviation = _std(dist.concat_over_ranks(total_or_nan).T).squeeze() + eps
     return torch.where(total == 0, 0.0, total / deviation)

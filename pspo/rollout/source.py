@@ -77,9 +77,10 @@ class Now:
         with self.phase("generate"), gathered:
             rollout = self.draw_rollout(prompts)
         with self.phase("reward"):
-            problems = [problem for problem in prompts.problems for _ in range(self.config.rollout.group_size)]
+            group_size = self.config.rollout.group_size
+            problems = [problem for problem in prompts.problems for _ in range(group_size)]
             limit = self.config.rollout.max_completion_tokens
-            scores = rollout.score(problems, self.config.reward, self.learner.steps, limit)
+            scores = rollout.score(problems, group_size, self.config.reward, self.learner.steps, limit)
         if scores.failures:
             show_failures(scores.failures, self.failures)
         experience = Experience(

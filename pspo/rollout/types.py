@@ -154,14 +154,17 @@ class Rollout:
         with torch.no_grad():
             return token_logprobs(model, *self.token_ids, temperature, self.targets(slice(None)).nucleus)
 
-    def score(self, problems: list[Problem], reward: RewardConfig, step: int, max_completion_tokens: int) -> Scores:
-        """Rewards of the completions of B problems; the lengths are as the limit counts them."""
+    def score(
+        self, problems: list[Problem], group_size: int, reward: RewardConfig, step: int, max_completion_tokens: int
+    ) -> Scores:
+        """Rewards of completions of B problems, ``group_size`` of each; the lengths are as the limit counts them."""
         drawn = self.loss_mask.sum(dim=1).tolist()
         return total_rewards(
             reward,
             self.texts,
             problems,
             self.environment_rewards,
+            group_size,
             completion_ids=[row.tolist() for row in self.completion_ids[self.loss_mask].split(drawn)],
             completion_tokens=self.completion_mask.sum(dim=1).tolist(),
             truncated=(~self.terminated).tolist(),

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from itertools import pairwise
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -228,32 +227,26 @@ def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: i
         return error
 
 
-def group_slices(problems: Sequence[Problem]) -> list[slice]:
-    """The rows of each group: neighbours with one problem."""
-    starts = [i for i in range(len(problems)) if i == 0 or problems[i] != problems[i - 1]]
-    return [slice(start, end) for start, end in pairwise([*starts, len(problems)])]
-
-
 def guarded_values(
-    function: Callable[..., Any], arguments: dict[str, Any], problems: Sequence[Problem], reward: Any
+    function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, reward: Any
 ) -> tuple[list[float | None], Columns, Exception | None]:
-    """Values of a reward that may hang or fail, what it logs, and the first error under on_error "none".
+    """n values of a reward that may hang or fail, what it logs, and the first error under on_error "none".
 
     Worker processes get a group at a time. Without them it is called once, and if that fails, group by group. A group
     whose call fails is unknown (NaN).
     """
     in_workers = reward.workers > 0 or reward.timeout > 0  # what hangs can be killed in a process of its own only
     if not in_workers:
-        result = attempt_reward(function, arguments, len(problems))
+        result = attempt_reward(function, arguments, n)
         if isinstance(result, tuple):
             return *result, None
         if reward.on_error == "raise":
             raise result
-    groups = group_slices(problems)
+    groups = [slice(start, start + group_size) for start in range(0, n, group_size)]
     calls = []
     for rows in groups:  # what is no list is for all
         inputs = {key: value[rows] if isinstance(value, list) else value for key, value in arguments.items()}
-        calls.append((function, inputs, len(problems[rows])))
+        calls.append((function, inputs, group_size))
     if in_workers:
         results = worker_pool(max(reward.workers, 1)).map(call_reward, calls, reward.timeout)
     else:
@@ -262,13 +255,13 @@ def guarded_values(
     if first_error is not None and reward.on_error == "raise":
         is_late = isinstance(first_error, TimeoutError)
         raise TimeoutError(f"reward {reward_name(function)} {first_error}") if is_late else first_error
-    values: list[float | None] = [math.nan] * len(problems)
+    values: list[float | None] = [math.nan] * n
     logged: Columns = {}
     for group, result in zip(groups, results, strict=True):
         if isinstance(result, tuple):
             values[group], columns = result
             for key, column in columns.items():
-                logged.setdefault(key, [None] * len(problems))[group] = column
+                logged.setdefault(key, [None] * n)[group] = column
     return values, logged, first_error
 
 
@@ -282,11 +275,13 @@ def total_rewards(
     completions: list[str],
     problems: list[Problem],
     environment_rewards: list[float] | None = None,
+    group_size: int = 1,
     **inputs: Any,
 ) -> Scores:
     """Score completions by a weighted sum of functions.
 
-    ``environment_rewards`` are one more function's; ``inputs`` what else functions may ask for by name.
+    Completions of one prompt are ``group_size`` neighbours: one call of a function that may fail. Values of
+    ``environment_rewards`` are one more function's; ``inputs`` is what else functions may ask for by name.
     """
     inputs = all_inputs({"completions": completions, "problems": problems} | inputs)
     is_guarded = reward.on_error == "none" or reward.workers > 0 or reward.timeout > 0
@@ -298,7 +293,7 @@ def total_rewards(
         name = reward_name(function)
         arguments = reward_arguments(function, inputs)
         if is_guarded or not type(function).__module__.startswith("pspo."):
-            result, columns, error = guarded_values(function, arguments, problems, reward)
+            result, columns, error = guarded_values(function, arguments, len(problems), group_size, reward)
             logged |= {unique_name(key, logged): column for key, column in columns.items()}
             if error is not None:
                 failures.setdefault(name, error)
