@@ -79,6 +79,9 @@ def run_main(main: Callable[[], None]) -> None:
             torch_dist.destroy_process_group()
     except SystemExit as error:
         code = error.code or 0
+        if isinstance(code, str):  # a message, as Python takes it
+            print(code, file=sys.stderr)
+            code = 1
     atexit._run_exitfuncs()  # trackers register some; Python offers no public way
     sys.stdout.flush()
     sys.stderr.flush()

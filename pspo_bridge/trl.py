@@ -229,7 +229,8 @@ class Record(TrainerCallback):
         if step == 0 and (self.folder / "metrics.jsonl").exists():
             raise ValueError(f"{self.folder} holds a run already: resume it, or give Record another folder")
         for file in self.folder.glob("*.jsonl"):
-            records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            lines = file.read_bytes().split(b"\n")[:-1]  # without one that was cut off by a kill
+            records = [json.loads(line) for line in lines]
             kept = [record for record in records if record["step"] <= step]
             file.write_text(as_lines(kept), encoding="utf-8")
             self.problems |= {json.dumps(one["prompt"]): one["problem"] for one in kept if "prompt" in one}

@@ -189,18 +189,13 @@ def contents(run: Path) -> dict[str, object]:
             content = yaml.safe_load(path.read_text())
             del content["run"]["output_dir"]
         elif path.suffix == ".pt":  # equal texts may be one object or two
-            content = plain(states(path))
+            content = plain(load_states(path.parent))
             for name in ("elapsed", "seconds"):
                 content.get("recorder", {}).pop(name, None)
         elif path.parent.name == "shards":  # whose header is in any order
             content = {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
         files[str(path.relative_to(run))] = content
     return files
-
-
-def states(path: Path) -> dict[str, Any]:
-    """The states that a checkpoint's file of parts holds."""
-    return load_states(path.parent)
 
 
 def plain(value: Any) -> Any:

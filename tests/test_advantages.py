@@ -72,6 +72,7 @@ def test_gdpo_equals_the_oracle(group_size, seed):
     assert torch.equal(gdpo(unknown, group_size, tensors, weights), gdpo(unknown, group_size, without, weights))
     nothing = {i: torch.full_like(row, NAN) for i, row in tensors.items()}
     assert not gdpo(sum(nothing.values()), group_size, nothing, weights).any()
+    assert not gdpo(torch.zeros(group_size), group_size, {}, []).any()  # a distillation without rewards
 
 
 def make_experience(rewards):

@@ -1,6 +1,7 @@
 """Two ranks against one process: gradients, rollouts, and what ranks send each other. On the CPU, through gloo."""
 
 import importlib.util
+import sys
 from dataclasses import replace
 
 import naive
@@ -131,6 +132,7 @@ def computed(cases, tmp_path_factory) -> dict:
             torch.save(results, out)
 
     assert ranks(work) == [0, 0]
+    assert ranks(lambda: sys.exit("a message")) == [1, 1]
     return torch.load(out, weights_only=False)
 
 

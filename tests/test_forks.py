@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from processes import assert_same, before, contents, forked, metric_lines, plain, run_command, send, states
+from processes import assert_same, before, contents, forked, metric_lines, plain, run_command, send
 from test_damage import flip, stamps
 from test_resume import CONSTANT, MODES, RUN, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
 
@@ -21,6 +21,7 @@ from pspo.cli.files import read_jsonl, to_yaml
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.rollout.source import Now
+from pspo.run.checkpointer import load_states
 from pspo.run.folders import checkpoints
 from pspo.run.resume import check_same
 from pspo.run.validator import Validator
@@ -169,8 +170,8 @@ def test_a_fork_without_a_change_is_its_parents_continuation(whole_with, lag):
     assert read_jsonl(Path("fork/samples.jsonl")) == [sample for sample in samples if sample["step"] > 4]
     for file in ("final/model.safetensors", "checkpoints/step-000006/model.safetensors"):
         assert Path("fork", file).read_bytes() == (whole / file).read_bytes(), file
-    last = "checkpoints/step-000006/parts.pt"
-    assert plain(states(Path("fork", last))["learner"]) == plain(states(whole / last)["learner"])
+    last = "checkpoints/step-000006"
+    assert plain(load_states(Path("fork", last))["learner"]) == plain(load_states(whole / last)["learner"])
 
     shutil.rmtree("parent/checkpoints/step-000006")
 
@@ -196,7 +197,7 @@ def test_the_state_of_a_loss_goes_on_in_a_fork_with_the_same_one(whole_with, swi
     parent = whole_with(*MODES["own loss"])
     from_4 = f"--run.fork_from={parent}/checkpoints/step-000004"
     assert train("fork", from_4, CONSTANT, *switches, "--optimizer.name=sgd") == 0
-    saved = states(checkpoints(Path("fork"))[0] / "parts.pt")
+    saved = load_states(checkpoints(Path("fork"))[0])
     assert [saved.get(name) for name in ("algorithm.surrogate", "algorithm.terms.0")] == kept
 
 
@@ -214,7 +215,7 @@ def test_each_part_of_a_fork_loads_what_fits_it(cut_off, switches, steps):
     assert [line["step"] for line in metric_lines(Path("fork"))] == [6, 8]
     lrs = [2e-4 * 0.5 * (1 + math.cos(math.pi * (step - 2) / 6)) for step in (5, 7)]  # the schedule is to step 8
     assert [line["lr"] for line in metric_lines(Path("fork"))] == pytest.approx(lrs)
-    saved = states(Path("fork/checkpoints/step-000008/parts.pt"))
+    saved = load_states(Path("fork/checkpoints/step-000008"))
     assert saved["stream"]["position"] == 6  # a new order, of which one rollout waits
     moments = saved["learner"]["optimizer"]["state"]
     assert {int(state["step"]) for state in moments.values()} == steps  # moments that do not fit begin anew
@@ -229,10 +230,10 @@ def test_a_fork_begins_with_a_rollout_of_its_own_and_its_own_limit_of_memory(her
         return train("stopped")
 
     assert forked(action) == 75
-    assert states(Path("stopped/checkpoints/step-000004/parts.pt"))["recorder"]["line"]["step"] == 4
+    assert load_states(Path("stopped/checkpoints/step-000004"))["recorder"]["line"]["step"] == 4
     assert train("fork", "--run.fork_from=stopped") == 0
     assert [line["step"] for line in metric_lines(Path("fork"))] == [6]
-    newest = [states(checkpoints(Path(run))[0] / "parts.pt")["ranks"][0] for run in ("stopped", "fork")]
+    newest = [load_states(checkpoints(Path(run))[0])["ranks"][0] for run in ("stopped", "fork")]
     assert [rank["generators"]["max_rows"] for rank in newest] == [4, math.inf]
 
 

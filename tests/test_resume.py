@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import TINY, assert_same, before, forked, kill_at_file_event, kill_at_step, run_command, send, states
+from processes import TINY, assert_same, before, forked, kill_at_file_event, kill_at_step, run_command, send
 from transformers import Qwen2ForCausalLM
 
 import pspo.train
@@ -21,7 +21,7 @@ from pspo.cli.files import read_jsonl
 from pspo.losses import NoClip, Surrogate
 from pspo.rollout import PolicySampler
 from pspo.rollout.source import Now
-from pspo.run.checkpointer import Checkpointer
+from pspo.run.checkpointer import Checkpointer, load_states
 from pspo.run.folders import checkpoints
 from pspo.run.validator import Validator
 from pspo.tasks import Reward
@@ -157,7 +157,7 @@ def test_killed_at_every_step_a_run_ends_as_if_nothing_had_happened(whole_with, 
         assert resumed == ["step-000002", "step-000002", "step-000004", "step-000004"]  # before step 2 it starts anew
     assert_same(whole, Path("out"))
     if mode == "own loss":  # 6 steps of one microbatch; metrics do not count
-        saved = states(checkpoints(Path("out"))[0] / "parts.pt")
+        saved = load_states(checkpoints(Path("out"))[0])
         assert saved["algorithm.surrogate"] == saved["algorithm.terms.0"] == {"calls": 6}
 
 
@@ -289,6 +289,8 @@ def test_a_run_that_is_to_be_longer_ends_as_if_it_always_had_been():
     for run in ("whole", "out"):
         shutil.rmtree(f"{run}/checkpoints/step-000004")  # which tells how long the run was to be
     assert_same(Path("whole"), Path("out"))
+    assert train("cut", CONSTANT, "--run.max_steps=3") == 0
+    assert train("cut", CONSTANT) == 2  # its last rollout has an epoch to come
 
 
 def short_lengths(completions):

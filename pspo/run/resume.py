@@ -58,9 +58,11 @@ def remove_unbegun(folder: Path) -> None:
 def check_same(run: Path, settings: files.Settings) -> files.Changes:
     """The switches that differ from the run's configuration, and may, as `files.differences`; ValueError for others."""
     is_constant = settings["optimizer"]["schedule"] == "constant"
+    steps = settings["algorithm"]["epochs"] * settings["algorithm"]["minibatches"]  # of a rollout
 
     def may_differ(name: str, old: Any, new: Any) -> bool:
         grows = name in switches_with("may grow") and is_constant and old is not None and (new is None or new > old)
+        grows = grows and (name != "run.max_steps" or old % steps == 0)  # otherwise the old end has cut a rollout off
         return grows or name in switches_with("free") or name.startswith("rollout.engine.init_args.")
 
     fix = f"choose another --run.output_dir, or start there from this one's weights with --run.fork_from {run}"

@@ -302,6 +302,8 @@ def test_a_resumed_run_goes_on_in_its_record(tmp_path):
     names = ("metrics.jsonl", "samples.jsonl")
     whole = [lines_of(tmp_path / "run" / name) for name in names]
     tokens = pd.read_parquet(tmp_path / "run/tokens.parquet")
+    with (tmp_path / "run/samples.jsonl").open("a") as lines:
+        lines.write('{"step": ')  # killed while it wrote
     Record(tmp_path / "run").attach(resumed := make_trainer(tmp_path / "checkpoints", "stock", **options))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoints/checkpoint-2"))
     for weights in zip(trainer.model.parameters(), resumed.model.parameters(), strict=True):
@@ -378,6 +380,8 @@ def test_a_record_of_rollouts_that_end_inside_a_step(tmp_path, per_generation, a
     assert any(sample["truncated"] and sample["tokens"] == LIMIT for sample in samples)
     tokens = pd.read_parquet(run / "tokens.parquet")
     assert len(tokens) == sum(sample["tokens"] for sample in samples if not sample["truncated"])
+    with pytest.raises(ValueError, match="groups must be at least 1"):
+        Record(tmp_path / "none", groups=0)
     with pytest.raises(ValueError, match="holds a run already"):
         trainer.train()
     with pytest.raises(ValueError, match=r"records no trainer.*attach"):

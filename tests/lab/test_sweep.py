@@ -262,6 +262,11 @@ def test_a_dry_run_says_what_its_seeds_detect_and_how_long_it_takes(tmp_path, ca
     out = capsys.readouterr().out
     assert "160 optimizer steps take about 1.0 hours of the pilot's cpu: 22.50 s each there." in out  # 5 runs of 32
     assert "Noise floor: two seeds of one setting differ by 10.0 points" in out  # sqrt(2) 0.1 / sqrt(2)
+    for file in folder.parent.glob("*/summary.json"):
+        file.unlink()
+    with pytest.raises(SystemExit):
+        main([*args, "--pilot", str(folder.parent)])
+    assert "--pilot must have finished runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "only", "runs"), [
