@@ -26,8 +26,6 @@ if not torch.distributed.is_gloo_available():
 CPU = torch.device("cpu")
 STRATEGIES = ("ddp", "fsdp2")
 
-# --- gradients --------------------------------------------------------------------------------------------------------
-
 
 def make_config(surrogate, aggregation, model="tied", autocast="none", checkpointed=False, **algorithm):
     optimizer = {"name": "sgd", "lr": 0.1, "max_grad_norm": 0.5, "microbatch_tokens": 150}

@@ -54,9 +54,6 @@ def test_options_are_those_of_the_optimizers_class(tiny_model):
         check_optimizer(replace(config, options={"lr": 0.2}))
 
 
-# ---------------------------------------------------------------- bfloat16 weights
-
-
 def test_rounding_is_right_on_average_and_to_a_neighbour():
     values = torch.tensor([1.0, 1 + 2**-10, -3.14159, 1e-30, 0.0, 255.7])
     generator = torch.Generator().manual_seed(0)

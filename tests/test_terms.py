@@ -96,9 +96,6 @@ def test_dppo_and_the_squared_log_ratio_are_prime_rls_default_loss(seed):
     assert 0 < (is_dropped & mask).sum() < mask.sum()
 
 
-# ---------------------------------------------------------------- aggregation
-
-
 LENGTHS = torch.tensor([6, 1, 0, 4, 2, 6, 3, 5])
 COUNTS = Counts(27, 8, 10)
 

@@ -130,9 +130,6 @@ def test_a_stale_rollout_equals_the_naive_trainer(policy, surrogate):
     assert metrics[0]["kl_reference"] == 0.0
 
 
-# ---------------------------------------------------------------- invariances
-
-
 SPLIT = [  # with its settings whatever looks at more than one token
     *((*pair, {}) for pair in PAIRS[1::2]),
     (Clip(), by_root, {}),
