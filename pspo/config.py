@@ -113,7 +113,9 @@ class ModelConfig(Section, name="model"):
 class DataConfig(Section, name="data"):
     """Problems and prompts."""
 
-    name: str = switch("arithmetic", "letters, sums, gsm8k, math, svamp, asdiv, A+B, a hub id", "basic", "main")
+    name: str = switch(
+        "arithmetic", "letters, sums, gsm8k, math, svamp, asdiv, a hub id; several with +", "basic", "main"
+    )
     path: str | None = switch(None, "local file or folder that has the data", "basic", "path", "free", "no setting")
     hub: dict[str, str | dict[str, str]] = switch(dict, "config, revision, and splits: {train: NAME, ...}", "mapping")
     limit: int | None = switch(None, "number of problems of the split to use; unset, all", "basic", above=0)

@@ -39,7 +39,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Print the differences B - A, paired by problem, and by seed where there are several."""
     parser = argparse.ArgumentParser("pspo compare", description=__doc__)
     what = "two, each an evaluation, a finished run (its test after training), a .jsonl file of completions, or a "
-    what += "folder of runs that differ only in seed; or one, a run or such a folder: its tests before and after it"
+    what += "folder of runs that differ only in seed; or one run or such a folder: tests before and after training"
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=what)
     paths = parser.parse_args(args).paths
     with user_errors("pspo compare"):

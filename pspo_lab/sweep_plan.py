@@ -56,15 +56,17 @@ class Experiment:
 class SweepConfig(Section):
     """Train and evaluate many settings."""
 
-    experiments: dict[str, Experiment] = switch(MISSING, "by name; pspo_lab/sweep_plan.py documents their fields")
+    experiments: dict[str, Experiment] = switch(
+        MISSING, "experiments by name; pspo_lab/sweep_plan.py says what they hold"
+    )
     output: str = switch(MISSING, "the sweep's folder; runs that are finished there are skipped")
     only: list[str] | None = switch(None, "names of the experiments to run; unset, all")
     workers: int | None = switch(None, "runs at a time; unset, as many as the GPUs allow", above=0)
     processes: int = switch(1, "processes of a run, each with a GPU; above 1, set distributed.strategy", above=0)
-    launcher: str | None = switch(None, 'shell command for a run, which waits: "srun sh -c {command}"')
+    launcher: str | None = switch(None, 'shell command that starts a run and waits for it: "srun sh -c {command}"')
     retry_failed: bool = switch(False, "run failed runs again")
     dry_run: bool = switch(False, "print settings and runs, what the seeds can detect, and the hours; run nothing")
-    pilot: str | None = switch(None, "folder of runs that gives a dry run the noise floor and the time of a step")
+    pilot: str | None = switch(None, "for a dry run: folder of runs with the noise floor and the time of a step")
     sd: float | None = switch(None, "without a pilot: SD of the difference of two seeds in points", above=0)
 
 
