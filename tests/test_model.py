@@ -120,9 +120,6 @@ def test_a_token_that_the_model_does_not_know_is_refused(tokenizer, tiny_model):
         make_sampling(model, tokenizer, RolloutConfig())
 
 
-# ---------------------------------------------------------------- float32 products by oneDNN
-
-
 needs_onednn = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available(),
     reason="oneDNN takes over only where the CPU has AVX-512",

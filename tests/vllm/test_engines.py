@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from engines import CPU, Copy, train
-from processes import before, one_layer, states
+from processes import before, one_layer
 
 import pspo.train
 from pspo.cli.files import read_jsonl
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, TrainConfig
 from pspo.model import load_policy, token_logprobs
 from pspo.rollout.engine import EngineError
+from pspo.run.checkpointer import load_states
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -48,7 +49,7 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(capsys):
     args = ("--rollout.engine=test_engines.Dying", "--rollout.lag=1", "--run.validate_every=0", "--run.save_every=50")
     assert train("out", *args) == 0  # it has all the steps it needs
     assert [line["step"] for line in read_jsonl(Path("out/metrics.jsonl"))] == [2, 4, 6]
-    stream = states(Path("out/checkpoints/step-000006/parts.pt"))["stream"]
+    stream = load_states(Path("out/checkpoints/step-000006"))["stream"]
     assert stream["position"] == 12  # the four it did not complete are drawn again
     assert train("out", *args, "--run.max_steps=8") == 1
     assert "the engine failed: its process has died" in capsys.readouterr().err
