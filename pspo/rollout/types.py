@@ -154,10 +154,8 @@ class Rollout:
         with torch.no_grad():
             return token_logprobs(model, *self.token_ids, temperature, self.targets(slice(None)).nucleus)
 
-    def score(
-        self, problems: list[Problem], group_size: int, reward: RewardConfig, step: int, max_completion_tokens: int
-    ) -> Scores:
-        """Rewards of completions of B problems, ``group_size`` of each; the lengths are as the limit counts them."""
+    def score(self, problems: list[Problem], group_size: int, reward: RewardConfig, step: int, limit: int) -> Scores:
+        """Rewards of completions of B problems, ``group_size`` of each; the lengths are as the token limit counts."""
         drawn = self.loss_mask.sum(dim=1).tolist()
         return total_rewards(
             reward,
@@ -169,7 +167,7 @@ class Rollout:
             completion_tokens=self.completion_mask.sum(dim=1).tolist(),
             truncated=(~self.terminated).tolist(),
             step=step,
-            max_completion_tokens=max_completion_tokens,
+            max_completion_tokens=limit,
         )
 
     @property
