@@ -66,20 +66,16 @@ def function_name(function: Callable | str) -> str:
 
 def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> None:
     """Raise SurrogateError unless the loss of a surrogate or term is (B, T), wide enough and with a gradient."""
-    is_whole = isinstance(loss, Tensor) and loss.shape == logprobs.shape
-    is_wide = is_whole and loss.dtype in (torch.float32, torch.float64)
-    if not is_wide or (logprobs.requires_grad and not loss.requires_grad):
-        raise SurrogateError(f"{function_name(piece)} {loss_fault(loss, logprobs)}")
-
-
-def loss_fault(loss: object, logprobs: Tensor) -> str:
-    """What is wrong with a loss that `check_loss` refuses."""
+    fault = None
     if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        return f"must return a loss per token, (B, T) = {tuple(logprobs.shape)}, not {got}"
-    if loss.dtype not in (torch.float32, torch.float64):
-        return f"returned {loss.dtype}; it must return torch.float32 or wider: use .float()"
-    return "returned a loss without gradient; it must depend on logprobs, not detached"
+        fault = f"must return a loss per token, (B, T) = {tuple(logprobs.shape)}, not {got}"
+    elif loss.dtype not in (torch.float32, torch.float64):
+        fault = f"returned {loss.dtype}; it must return torch.float32 or wider: use .float()"
+    elif logprobs.requires_grad and not loss.requires_grad:
+        fault = "returned a loss without gradient; it must depend on logprobs, not detached"
+    if fault is not None:
+        raise SurrogateError(f"{function_name(piece)} {fault}")
 
 
 def as_rows(values: Tensor, mask: Tensor, name: str, fill: float = 0.0) -> Tensor:
