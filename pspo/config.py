@@ -7,7 +7,7 @@ naming its switch, before any model is loaded.
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
 
@@ -42,13 +42,15 @@ Fact = Literal[
 NO_SWITCH = {"is_switch": False}  # metadata of a section's other fields
 
 
-def switch(default: Any, text: str, *facts: Fact, compare: bool = True, **limits: float) -> Any:
+def switch(default: Any, text: str, *facts: Fact, **limits: float) -> Any:
     """Field of a section: its default, or the class or function that makes it; its help; what holds for its switch.
 
     Limits of a number have the names of `COMPARISONS`: at_least=0.
     """
-    options = {"compare": compare, "metadata": {"text": text, "facts": facts, "limits": limits}}
-    return field(default_factory=default, **options) if callable(default) else field(default=default, **options)
+    metadata = {"text": text, "facts": facts, "limits": limits}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -219,13 +221,11 @@ class AlgorithmConfig(Section, name="algorithm"):
     mask_truncated: bool = switch(False, "exclude completions that hit the token limit from the loss")
     nucleus: Literal["ignore", "replay"] = switch("ignore", "replay: log-probs over the tokens that top_p kept")
     ratio_to: Literal["behaviour", "proximal"] = switch("behaviour", "proximal: to the policy before the update")
-    correction: losses.Correction | Callable | None = switch(None, "weight by old / sampler probability", compare=False)
+    correction: losses.Correction | Callable | None = switch(None, "weight by old / sampler probability")
     correction_cap: float = switch(3.0, "largest correction weight", above=0)
     correction_floor: float = switch(0.0, "smallest correction weight", at_least=0)
-    effective_correction: losses.Correction | Callable = field(default="none", init=False, metadata=NO_SWITCH)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "effective_correction", self.correction or "none")
         super().__post_init__()
         rule = f"must be at most algorithm.correction_cap ({self.correction_cap})"
         require(self.correction_floor <= self.correction_cap, "algorithm.correction_floor", rule, self.correction_floor)
@@ -237,36 +237,28 @@ class AlgorithmConfig(Section, name="algorithm"):
         """True if ratios are to an engine's own log-probs: it drew with weights that are gone when they are needed."""
         return rollout.draws_by_engine and rollout.lag > 0 and self.ratio_to == "behaviour"
 
-    def for_rollouts(self, rollout: RolloutConfig) -> "AlgorithmConfig":
-        """This, with the correction that rollouts drawn so need; ValueError for what they do not allow."""
-        algorithm = replace(self)
-        is_off_policy = rollout.draws_by_engine and not self.ratios_to_engine(rollout)
-        if self.correction is None and is_off_policy:
-            object.__setattr__(algorithm, "effective_correction", "token_truncate")
+    def is_off_policy(self, rollout: RolloutConfig) -> bool:
+        """True if an engine draws, and old log-probs are not its own."""
+        return rollout.draws_by_engine and not self.ratios_to_engine(rollout)
+
+    def correction_for(self, rollout: RolloutConfig) -> losses.Correction | Callable:
+        """The correction in effect for rollouts drawn so; "none" without."""
+        if self.correction is not None:
+            return self.correction
+        return "token_truncate" if self.is_off_policy(rollout) else "none"
+
+    def check_rollouts(self, rollout: RolloutConfig) -> None:
+        """Raise ValueError for what rollouts drawn so do not allow."""
         rule = f"must not be above rollout.prompts ({rollout.prompts}): groups stay whole"
         require(self.minibatches <= rollout.prompts, "algorithm.minibatches", rule, self.minibatches)
         by_policy = rollout.engine is rollout.environment is None and rollout.decoder != "hf"  # which records log-probs
         rule = "must be none with --rollout.decoder hf, an environment, or ratios to an engine that lags"
-        correction = algorithm.effective_correction
-        require(by_policy or is_off_policy or correction == "none", "algorithm.correction", rule, correction)
+        correction = self.correction_for(rollout)
+        is_allowed = by_policy or self.is_off_policy(rollout) or correction == "none"
+        require(is_allowed, "algorithm.correction", rule, correction)
         can_replay = by_policy and (rollout.top_p < 1 or rollout.top_k > 0)
         rule = "must be ignore with --rollout.decoder hf, an environment, an engine, or neither top_p nor top_k"
         require(can_replay or self.nucleus == "ignore", "algorithm.nucleus", rule, self.nucleus)
-        return algorithm
-
-    @cached_property
-    def loss_terms(self) -> list[losses.Term | Callable]:
-        """The terms that are on, in the order in which they are called."""
-        terms = list(self.terms)
-        if self.effective_correction != "none":
-            terms.append(
-                losses.SamplerCorrection(self.effective_correction, self.correction_cap, self.correction_floor)
-            )
-        if self.beta > 0:
-            terms.append(losses.KLPenalty(self.beta, self.kl_estimator))
-        if self.entropy_coef > 0:
-            terms.append(losses.EntropyBonus(self.entropy_coef))
-        return terms
 
 
 @dataclass(frozen=True)
@@ -330,10 +322,29 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "algorithm", self.algorithm.for_rollouts(self.rollout))
+        self.algorithm.check_rollouts(self.rollout)
         rule = "must name at least one reward, or --algorithm.beta be above 0: on-policy distillation"
         require(self.reward.functions or self.algorithm.beta > 0, "reward.functions", rule, self.reward.functions)
         self.distributed.check(self.algorithm, self.optimizer)
+
+    @cached_property
+    def correction(self) -> losses.Correction | Callable:
+        """The correction in effect: --algorithm.correction, or what its rollouts need."""
+        return self.algorithm.correction_for(self.rollout)
+
+    @cached_property
+    def loss_terms(self) -> list[losses.Term | Callable]:
+        """The terms that are on, in the order in which they are called."""
+        algorithm = self.algorithm
+        terms = list(algorithm.terms)
+        if self.correction != "none":
+            bounds = (algorithm.correction_cap, algorithm.correction_floor)
+            terms.append(losses.SamplerCorrection(self.correction, *bounds))
+        if algorithm.beta > 0:
+            terms.append(losses.KLPenalty(algorithm.beta, algorithm.kl_estimator))
+        if algorithm.entropy_coef > 0:
+            terms.append(losses.EntropyBonus(algorithm.entropy_coef))
+        return terms
 
     @property
     def split_limits(self) -> dict[str, int | None]:

@@ -120,8 +120,8 @@ def naive_minibatch(model, rollout, advantages, rows, old, ref, config):
         left_out = tokens_left_out(algorithm.terms, entropies.tolist(), masks[i])
         losses = [0.0 if out else x for x, out in zip(losses, left_out, strict=True)]
         slopes = [0.0 if out else x for x, out in zip(slopes, left_out, strict=True)]
-        if algorithm.effective_correction != "none":
-            bounds = (algorithm.effective_correction, algorithm.correction_cap, algorithm.correction_floor)
+        if config.correction != "none":
+            bounds = (config.correction, algorithm.correction_cap, algorithm.correction_floor)
             factors = reference.correction_weights(old[i].tolist(), sampler.tolist(), masks[i], *bounds)
             losses = [x * w for x, w in zip(losses, factors, strict=True)]
             slopes = [x * w for x, w in zip(slopes, factors, strict=True)]

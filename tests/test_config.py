@@ -121,7 +121,7 @@ def test_a_printed_file_leaves_open_what_depends_on_other_switches(yaml_file, ca
     for text in (printed, to_yaml(parse(TrainConfig, "pspo.train", yaml_file(printed))[1])):  # a run's config.yaml, too
         args = [*yaml_file(text), "--model.lora.rank=8", first, "--rollout.engine=my.Engine"]
         config, settings = parse(TrainConfig, "pspo.train", args)
-        assert (config.algorithm.effective_correction, config.optimizer.lr) == ("token_truncate", 3e-4)
+        assert (config.correction, config.optimizer.lr) == ("token_truncate", 3e-4)
         assert (settings["algorithm"]["correction"], settings["optimizer"]["lr"]) == ("token_truncate", 3e-4)
         assert config.rollout.engine == {"class_path": "my.Engine"}
 

@@ -268,12 +268,12 @@ def test_a_section_may_be_replaced_after_the_configuration_is_made():
     engine = RolloutConfig(engine="my.Engine")
     for config in (TrainConfig(), config_from_python()[0]):
         drawn = replace(config, rollout=engine)
-        assert [type(term) for term in drawn.algorithm.loss_terms] == [SamplerCorrection]
-        assert replace(drawn, rollout=config.rollout).algorithm.loss_terms == []
-        assert replace(drawn, algorithm=AlgorithmConfig(correction="none")).algorithm.loss_terms == []
+        assert [type(term) for term in drawn.loss_terms] == [SamplerCorrection]
+        assert replace(drawn, rollout=config.rollout).loss_terms == []
+        assert replace(drawn, algorithm=AlgorithmConfig(correction="none")).loss_terms == []
         later = replace(drawn, algorithm=replace(drawn.algorithm, beta=0.1))
-        assert later.algorithm.effective_correction == "token_truncate"
-        assert config.algorithm.effective_correction == "none"
+        assert later.correction == "token_truncate"
+        assert config.correction == "none"
     assert config_from_python(rollout={"engine": "my.Engine"})[1]["algorithm"]["correction"] == "token_truncate"
 
 

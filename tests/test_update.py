@@ -156,14 +156,14 @@ def test_a_split_changes_nothing(policy, surrogate, aggregation, switches):
         config = make_config(surrogate, epochs=2, aggregation=aggregation, optimizer=optimizer, **switches)
         if "advantages" in switches:
             advantages = by_token(advantages, G, rollout.completion_mask)
-        batch = make_batch(rollout, advantages, config.algorithm)
+        batch = make_batch(rollout, advantages, config)
         (minibatch,) = split_minibatches(packing(tokens), batch, config)
         microbatches = split_microbatches(packing(tokens), batch, minibatch, config)
         return len(microbatches), *run(policy, rollout, advantages, config, sgd=0.1)
 
     _, expected, expected_metrics = steps(1000, rollout, advantages)
     parts = [steps(tokens, rollout, advantages) for tokens in (20, 1)]
-    pieces = (surrogate, *make_config(surrogate, **switches).algorithm.loss_terms)
+    pieces = (surrogate, *make_config(surrogate, **switches).loss_terms)
     every_row = not all(getattr(piece, "silent_at_zero_advantage", False) for piece in pieces)
     assert [number for number, *_ in parts] == [4, 8 if every_row else 7]  # the last without the row with A = 0
     for _, end, metrics in (*parts, steps(1000, *shuffled)):

@@ -219,7 +219,7 @@ class Kept(NoClip):
 
 def split(learner, rollout, advantages, config):
     """Counts and microbatches of each minibatch."""
-    batch = make_batch(rollout, advantages, config.algorithm)
+    batch = make_batch(rollout, advantages, config)
     minibatches = split_minibatches(learner, batch, config)
     return [(minibatch.counts, split_microbatches(learner, batch, minibatch, config)) for minibatch in minibatches]
 

@@ -20,7 +20,7 @@ from pspo.losses import PSPO, Counts
 from pspo.model import load_policy, load_tokenizer, locate, stop_token_ids, token_logprobs
 from pspo.rollout import Batch, Rollout, Sampling, encode_prompts, generate
 from pspo.rollout.drawing import sample_nucleus
-from pspo.rollout.types import FIRST_VISIT, cat_padded
+from pspo.rollout.types import cat_padded
 from pspo.tasks import load_problems
 from pspo.train import main
 from pspo.update import Learner, update
@@ -102,8 +102,7 @@ def logprobs_and_gradient(rollout: Rollout, device: torch.device, dtype: torch.d
     """(B, T) log-probs, and the whole gradient of PSPO's loss; in float64, on the CPU."""
     policy = load_policy(FLOAT32, device).to(dtype)
     advantages = torch.linspace(-1, 1, len(rollout))[:, None]
-    old = torch.full(rollout.completion_ids.shape, FIRST_VISIT, device=policy.device)
-    batch = Batch(rollout, advantages, old, indices=torch.arange(len(rollout)))
+    batch = Batch(rollout, advantages, indices=torch.arange(len(rollout)))
     config = TrainConfig(model=FLOAT32, rollout=RolloutConfig(temperature=TEMPERATURE))
     values = token_logprobs(policy, *batch.rollout.token_ids, TEMPERATURE).detach()
     learner = Learner(policy, torch.optim.SGD(policy.parameters(), lr=0.0))

@@ -49,7 +49,7 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], given: S
     config = resolve(config)
     settings = yaml_value(config)
     if isinstance(config, TrainConfig):
-        settings["algorithm"]["correction"] = yaml_value(config.algorithm.effective_correction)
+        settings["algorithm"]["correction"] = yaml_value(config.correction)
     changes = differences(unresolved, settings)
     return config, settings | {DERIVED: sorted(switch for switch, (old, _) in changes.items() if old is None)}
 

@@ -183,7 +183,7 @@ def make_sampling(
     """
     algorithm = algorithm or AlgorithmConfig()
     nucleus = algorithm.nucleus == "replay"
-    logprobs = algorithm.ratios_to_engine(config) or algorithm.effective_correction != "none"
+    logprobs = algorithm.ratios_to_engine(config) or algorithm.correction_for(config) != "none"
     is_recorded = logprobs and config.engine is None  # an engine brings its own
     decoder = find_decoder(model, config.decoder, is_recorded, nucleus)
     names = config.stop_tokens

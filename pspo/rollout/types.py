@@ -17,8 +17,6 @@ from pspo.model import Targets, to_device, token_logprobs, unflatten
 from pspo.tasks import Problem, total_rewards
 from pspo.tasks.rewards import Scores
 
-FIRST_VISIT = 1.0  # in place of an old log-prob, which is at most 0: that of the first optimizer step's own pass
-
 
 def cat_padded(parts: Sequence[Tensor], value: float = 0, side: str = "right") -> Tensor:
     """The rows (b, t) of all parts, each padded with ``value`` to the widest: (B, T)."""
@@ -245,7 +243,7 @@ class Batch:
 
     rollout: Rollout
     advantages: Tensor  # (B, 1) or (B, T) float32, on the CPU
-    old_logprobs: Tensor | None = None  # (B, T), what ratios are formed against, `FIRST_VISIT` for the policy's own
+    old_logprobs: Tensor | None = None  # (B, T), what ratios are formed against; None: the pass's own, so that r is 1
     ref_logprobs: Tensor | None = None  # (B, T), of the reference model; None if beta is 0
     indices: Tensor | None = None  # (B,) int64, of the rows in the rollout that they are from; None for a whole one
 
@@ -269,10 +267,9 @@ class Batch:
         completion_mask = self.rollout.completion_mask[rows]
         sampler_logprobs = self.rollout.sampler_logprobs
         logprobs = unflatten(logprobs, completion_mask)
-        old = self.old_logprobs[rows].to(logprobs)
         return LossInputs(
             logprobs=logprobs,
-            old_logprobs=logprobs.detach().where(old == FIRST_VISIT, old),
+            old_logprobs=logprobs.detach() if self.old_logprobs is None else self.old_logprobs[rows].to(logprobs),
             advantages=to_device(self.advantages[rows], logprobs.device),
             mask=to_device(self.rollout.loss_mask[rows], logprobs.device),
             entropies=unflatten(entropies, completion_mask),

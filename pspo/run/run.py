@@ -89,7 +89,7 @@ class Run:
             "generators": self.generators,
             "algorithm.surrogate": self.config.algorithm.surrogate,
         }
-        return parts | {f"algorithm.terms.{i}": term for i, term in enumerate(self.config.algorithm.loss_terms)}
+        return parts | {f"algorithm.terms.{i}": term for i, term in enumerate(self.config.loss_terms)}
 
     def start(self) -> None:
         """Start tracker and progress bar; test and validate the model, unless that is done."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pspo import distributed as dist
-from pspo.config import AlgorithmConfig, TrainConfig
+from pspo.config import TrainConfig
 from pspo.losses import Counts
 from pspo.model import is_out_of_memory
 from pspo.model.device import MICROBATCH_TOKENS
@@ -25,13 +25,13 @@ class Minibatch:
     groups: list[list[int]]  # this rank's rows that have a gradient, long completions first; never empty
 
 
-def make_batch(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig) -> Batch:
+def make_batch(rollout: Rollout, advantages: Tensor, config: TrainConfig) -> Batch:
     """All rows of a rollout as the loss sees them; raises ValueError if it lacks what the algorithm needs."""
-    if algorithm.effective_correction != "none" and rollout.sampler_logprobs is None:
+    if config.correction != "none" and rollout.sampler_logprobs is None:
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
-    if algorithm.nucleus == "replay" and rollout.nucleus is None:
+    if config.algorithm.nucleus == "replay" and rollout.nucleus is None:
         raise ValueError("--algorithm.nucleus replay needs nuclei: make_sampling(..., algorithm=config.algorithm)")
-    if algorithm.mask_truncated:
+    if config.algorithm.mask_truncated:
         rollout = without_truncated(rollout)
     return Batch(rollout, advantages.cpu().reshape(len(rollout.texts), -1))
 
@@ -45,7 +45,7 @@ def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuff
     loss_tokens = batch.rollout.loss_mask.sum(dim=1)
     _, lengths = batch.lengths
     has_gradient = loss_tokens > 0
-    pieces = (algorithm.surrogate, *algorithm.loss_terms)
+    pieces = (algorithm.surrogate, *config.loss_terms)
     if all(getattr(piece, "silent_at_zero_advantage", False) for piece in pieces):
         has_gradient = trained_rows(batch.rollout, batch.advantages, algorithm)
     groups = torch.arange(len(loss_tokens)).view(-1, config.rollout.group_size)

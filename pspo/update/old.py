@@ -18,28 +18,24 @@ from transformers import PreTrainedModel
 
 from pspo.config import TrainConfig
 from pspo.model import autocast, to_device
-from pspo.rollout.types import FIRST_VISIT, Batch, Rollout
+from pspo.rollout.types import Batch, Rollout
 from pspo.update.batching import Minibatch, halve_microbatches, make_batch, split_microbatches, split_minibatches
 from pspo.update.learner import Learner
 
 
 def old_logprobs(learner: Learner, batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> Tensor:
-    """(B, T) old log-probs before a rollout's first step, `FIRST_VISIT` in the rows that it makes them of."""
-    kept = batch.rollout.behaviour_logprobs
-    if kept is not None:
-        return to_device(kept, learner.policy.device)
+    """(B, T) old log-probs before a rollout's first step; 0 in rows whose old log-probs that step's pass makes."""
+    if batch.rollout.behaviour_logprobs is not None:
+        return to_device(batch.rollout.behaviour_logprobs, learner.policy.device)
     later = minibatches[1:] + fillers(batch, minibatches, config)
-    logprobs = compute_logprobs(learner, batch, later, learner.policy, config)
-    for rows in minibatches[0].groups:
-        logprobs[rows] = FIRST_VISIT
-    return logprobs
+    return compute_logprobs(learner, batch, later, learner.policy, config)
 
 
 def drawn_logprobs(
     learner: Learner, rollout: Rollout, advantages: Tensor, model: PreTrainedModel, config: TrainConfig
 ) -> Tensor:
     """(B, T) log-probs of a rollout just drawn, by a model; 0 in rows that `update` leaves out."""
-    batch = make_batch(rollout, advantages, config.algorithm)
+    batch = make_batch(rollout, advantages, config)
     minibatches = split_minibatches(learner, batch, config)
     minibatches += fillers(batch, minibatches, config)
     return compute_logprobs(learner, batch, minibatches, model, config).cpu()

@@ -17,7 +17,7 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
 from pspo.model import autocast, head_logprobs, hidden_states, row_chunks
-from pspo.rollout.types import FIRST_VISIT, Batch, Rollout, trained_rows
+from pspo.rollout.types import Batch, Rollout, trained_rows
 from pspo.update.batching import Minibatch, halve_microbatches, make_batch, split_microbatches, split_minibatches
 from pspo.update.learner import Learner
 from pspo.update.old import old_logprobs, reference_logprobs
@@ -34,9 +34,9 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     steps_left = config.run.max_steps - learner.steps
     if steps_left <= 0:
         raise ValueError(f"the learner has taken all of --run.max_steps {config.run.max_steps}: raise it to go on")
-    batch = make_batch(rollout, advantages, algorithm)
+    batch = make_batch(rollout, advantages, config)
     minibatches = split_minibatches(learner, batch, config)
-    old = torch.full(rollout.completion_ids.shape, FIRST_VISIT, dtype=torch.float64, device=learner.policy.device)
+    old = torch.zeros(rollout.completion_ids.shape, dtype=torch.float64, device=learner.policy.device)
     if rollout.behaviour_logprobs is not None or len(minibatches) > 1 or algorithm.shuffle:
         old = old_logprobs(learner, batch, minibatches, config)
     if algorithm.beta > 0:
@@ -46,8 +46,11 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         if algorithm.shuffle and epoch > 0:
             minibatches = split_minibatches(learner, batch, config, shuffled=True)
         for minibatch in minibatches[: steps_left - len(steps)]:
-            tokens, metrics = take_step(learner, replace(batch, old_logprobs=old), minibatch, config)
-            old[tokens["row"], tokens["position"]] = tokens["old_logprob"].to(old)
+            makes_old = not steps and rollout.behaviour_logprobs is None
+            part = replace(batch, old_logprobs=None if makes_old else old)
+            tokens, metrics = take_step(learner, part, minibatch, config)
+            if makes_old:
+                old[tokens["row"], tokens["position"]] = tokens["old_logprob"].to(old)
             steps.append(metrics)
     return steps
 
@@ -95,7 +98,7 @@ def take_step(
     if learner.record is not None:
         learner.record.add(learner.steps, tokens)
     all_tokens = concat_columns(tokens) if learner.n_ranks > 1 else tokens
-    metrics = {"loss": loss} | step_metrics(all_tokens, counts, config.algorithm)
+    metrics = {"loss": loss} | step_metrics(all_tokens, counts, config)
     return tokens, metrics | {"grad_norm": grad_norm, "lr": lr, "step_skipped": float(not is_finite)}
 
 
@@ -123,7 +126,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
                 check_loss(algorithm.surrogate, losses, x.logprobs)
                 # dL/dlogprob of the surrogate alone, for metrics and the record: terms change the losses next.
                 (weights,) = torch.autograd.grad(losses.sum(), x.logprobs, retain_graph=True, materialize_grads=True)
-                for term in algorithm.loss_terms:
+                for term in config.loss_terms:
                     losses = term(losses, x)
                     check_loss(term, losses, x.logprobs)
                 loss = aggregate(losses, x.mask, algorithm.aggregation, counts)

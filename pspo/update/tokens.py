@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.config import AlgorithmConfig
+from pspo.config import TrainConfig
 from pspo.losses import Counts, LossInputs, diagnose, diagnose_correction, kl_estimate
 from pspo.model import token_index
 from pspo.token_table import token_texts
@@ -56,7 +56,7 @@ def concat_columns(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(tokens, dist.concat_over_ranks(columns).unbind(dim=1), strict=True))
 
 
-def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: AlgorithmConfig) -> dict[str, float]:
+def step_metrics(tokens: dict[str, Tensor], counts: Counts, config: TrainConfig) -> dict[str, float]:
     """Statistics of a step over all ranks' tokens: `diagnose`, the entropy of `trained_rows`, and those of terms."""
     is_active = tokens["advantage"] != 0
     active = {name: values[is_active] for name, values in tokens.items()}
@@ -64,13 +64,14 @@ def step_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: Algorithm
     is_trained = tokens["is_trained"].bool()
     entropies = tokens["entropy"][is_trained] if is_trained.any() else tokens["entropy"]  # all if none has a signal
     metrics["entropy"] = entropies.sum().item() / max(len(entropies), 1)
-    if algorithm.beta > 0 or algorithm.effective_correction != "none":
-        metrics |= term_metrics(tokens, counts, algorithm)
+    if config.algorithm.beta > 0 or config.correction != "none":
+        metrics |= term_metrics(tokens, counts, config)
     return metrics
 
 
-def term_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: AlgorithmConfig) -> dict[str, float]:
+def term_metrics(tokens: dict[str, Tensor], counts: Counts, config: TrainConfig) -> dict[str, float]:
     """Statistics of the KL penalty and of the correction, those of the two that are on."""
+    algorithm = config.algorithm
     metrics = {}
     old_logprobs = tokens["old_logprob"]
     is_active = tokens["advantage"] != 0
@@ -78,8 +79,8 @@ def term_metrics(tokens: dict[str, Tensor], counts: Counts, algorithm: Algorithm
         logprobs = (tokens["logprob"], tokens["reference_logprob"])
         kl = kl_estimate(*logprobs, torch.ones_like(is_active), algorithm.kl_estimator, old_logprobs)
         metrics["kl_reference"] = kl.sum().item() / max(counts.tokens, 1)
-    if algorithm.effective_correction != "none":
-        bounds = (algorithm.effective_correction, algorithm.correction_cap, algorithm.correction_floor)
+    if config.correction != "none":
+        bounds = (config.correction, algorithm.correction_cap, algorithm.correction_floor)
         metrics |= diagnose_correction(old_logprobs, tokens["sampler_logprob"], tokens["row"], is_active, *bounds)
     return metrics
 

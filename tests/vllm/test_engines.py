@@ -60,7 +60,7 @@ def test_corrections_are_on_with_an_engine():
     late = replace(engine, lag=1)
     proximal = AlgorithmConfig(ratio_to="proximal")
     corrected = [TrainConfig(rollout=engine), TrainConfig(rollout=late, algorithm=proximal)]
-    assert {config.algorithm.effective_correction for config in corrected} == {"token_truncate"}
+    assert {config.correction for config in corrected} == {"token_truncate"}
     played = replace(engine, environment="examples.calculator.Calculator")
     others = [TrainConfig(), TrainConfig(rollout=played), TrainConfig(rollout=late)]  # late ratios are to its log-probs
-    assert {config.algorithm.effective_correction for config in others} == {"none"}
+    assert {config.correction for config in others} == {"none"}
