@@ -147,7 +147,7 @@ def test_a_drawing_ahead_that_fails_on_one_rank_is_given_up_by_all(capfd):
         dist.init("ddp")
         sampler = FailsOnRank1(None, None, None, asked=((), 2, None))
         source = Ahead(None, None, sampler, None, None, None, None, {})
-        source.collect()
+        source.settle()
         assert source.prefetched is None
 
     assert ranks(rank) == [0, 0]

@@ -20,8 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pspo.losses.correction import Correction
 from pspo.losses.surrogates import MAX_LOG_RATIO, log_ratio
+from pspo.losses.terms import Correction
 
 
 def token_weights(

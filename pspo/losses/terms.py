@@ -11,13 +11,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from pspo.losses.correction import Correction, correction_weights
-from pspo.losses.kl import KLEstimator, kl_estimate
-from pspo.losses.surrogates import SilentHint, check, log_ratio
+from pspo.losses.surrogates import SilentHint, as_rows, check, function_name, log_ratio, masked
+
+Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+KLEstimator = Literal["k1", "k2", "k3", "unbiased_k3"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,40 @@ class Term(SilentHint, ABC):
     def __call__(self, losses: Tensor, x: LossInputs) -> Tensor: ...
 
 
+@torch.no_grad()
+def correction_weights(
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    mode: Correction | Callable,
+    cap: float,
+    floor: float = 0.0,
+) -> Tensor:
+    """Importance weights old / sampler, at most ``cap`` (as TRL 1.16, vllm_importance_sampling_mode).
+
+    They are for tokens whose old log-probs are not those of the engine or older policy that drew them.
+
+    "token_mask" with a floor is IcePop (Ling Team 2025, 2510.18855: 0.5 and 5).
+
+    Args:
+        old_logprobs, sampler_logprobs, mask: (B, T), as the weights, which have no gradient and are 0 where masked.
+        mode: "token_..." takes each token's ratio, "sequence_..." the product over the row's unmasked tokens;
+            "..._truncate" cuts ratios at floor and cap (Yao et al. 2025), "..._mask" sets those outside them to 0.
+            A function of your own gets the three tensors and returns weights, (B,) or (B, T).
+    """
+    if callable(mode):
+        weights = mode(old_logprobs, sampler_logprobs, mask)
+        return masked(as_rows(weights, mask, f"--algorithm.correction {function_name(mode)}"), mask)
+    if mode not in get_args(Correction)[1:]:
+        raise ValueError(f"unknown correction {mode!r}: choose one of {', '.join(get_args(Correction)[1:])}")
+    log_r = log_ratio(old_logprobs, sampler_logprobs, mask)
+    if mode.startswith("sequence"):
+        log_r = log_r.sum(dim=1, keepdim=True)
+    ratios = log_r.exp()
+    inside = ratios.clamp(floor, cap)
+    return masked(inside if mode.endswith("truncate") else ratios.where(ratios == inside, 0.0), mask)
+
+
 @dataclass(frozen=True)
 class SamplerCorrection(Term):
     """losses x w, w = old / sampler probability by `correction_weights`: for tokens of another engine or policy."""
@@ -53,6 +89,44 @@ class SamplerCorrection(Term):
     def __call__(self, losses: Tensor, x: LossInputs) -> Tensor:
         weights = correction_weights(x.old_logprobs, x.sampler_logprobs, x.mask, self.mode, self.cap, self.floor)
         return losses * weights
+
+
+def kl_estimate(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    estimator: KLEstimator = "k3",
+    old_logprobs: Tensor | None = None,
+) -> Tensor:
+    """Estimate KL(policy || reference) at every token by the policy's samples (Schulman 2020, "Approximating KL ...").
+
+    With x = ref_logprob - logprob: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x.
+    A good value does not make a good gradient. In expectation the gradient of k2 is that of KL(policy || reference),
+    k3's is that of KL(reference || policy), and k1's is 0. So k1 comes with k2's gradient here. Times the ratio r, k3
+    has an unbiased value and gradient, from an older policy's samples, too, if r is to the policy that drew. All of
+    this is for tokens drawn from the whole distribution: those of a nucleus (top_p 0.85) bias every estimate.
+
+    Args:
+        logprobs, ref_logprobs, old_logprobs: (B, T), at the same temperature; the last for "unbiased_k3" alone.
+        estimator: "k1" (unbiased, signed, k2's gradient), "k2" (biased, low variance), "k3" (unbiased, at least 0) or
+            "unbiased_k3" (r k3, r = exp(logprob - old_logprob) with its gradient: DeepSeek-V3.2, 2512.02556).
+
+    Returns:
+        (B, T), in nats, 0 where masked. x is clamped to +-20. Beyond, the gradient is that at the bound, not 0: it
+        pulls where the policy is furthest away.
+    """
+    moved = masked(logprobs.detach() - logprobs, mask)  # 0, with the gradient of -logprobs
+    x = log_ratio(ref_logprobs, logprobs.detach(), mask) + moved  # (B, T)
+    k2 = 0.5 * x.square()
+    if estimator == "k1":
+        return k2 - k2.detach() - x.detach()
+    if estimator == "k2":
+        return k2
+    if estimator == "k3":
+        return torch.expm1(x) - x
+    if estimator == "unbiased_k3":
+        return log_ratio(logprobs, old_logprobs, mask).exp() * (torch.expm1(x) - x)
+    raise ValueError(f"unknown KL estimator {estimator!r}: choose k1, k2, k3 or unbiased_k3")
 
 
 @dataclass(frozen=True)

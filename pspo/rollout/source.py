@@ -96,6 +96,9 @@ class Now:
     def draw_rollout(self, prompts: Prompts) -> Rollout:
         return self.sampler.draw(prompts, self.config.rollout.group_size, self.how)
 
+    def settle(self) -> None:
+        """Wait for a rollout that is being drawn ahead: before states are kept, and before others draw."""
+
     def add_advantages(self, experience: Experience) -> Experience:
         """The experience with advantages, (B,) or (B, T), by --algorithm.advantages."""
         estimator = self.config.algorithm.advantages
@@ -190,7 +193,7 @@ class Lagged(Now):
         """Begin to draw the next rollout, if something else than the policy draws."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"waiting": list(self.waiting), "prefetched": None}
+        return {"waiting": list(self.waiting)}
 
     def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any] | None:
         """A parent's rollouts, if nothing has changed that may ask for different ones."""
@@ -214,7 +217,7 @@ class Ahead(Lagged):
         _, prompts = self.stream.peek(rollout.prompts)
         self.sampler.begin(prompts, rollout.group_size, self.how)
 
-    def collect(self) -> None:
+    def settle(self) -> None:
         """Wait for what is being drawn ahead. If that fails on a rank, all drop it, and draw those prompts again."""
         if self.sampler.asked is None:
             return
@@ -227,24 +230,22 @@ class Ahead(Lagged):
 
     def draw_rollout(self, prompts: Prompts) -> Rollout:
         """What was drawn ahead for these prompts; otherwise they are drawn now."""
-        self.collect()
+        self.settle()
         rollout = self.prefetched
         self.prefetched = None
         return rollout if rollout is not None and rollout.is_of(prompts.ids) else super().draw_rollout(prompts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rollouts, after waiting for the one that is being drawn ahead."""
-        self.collect()
-        return {"waiting": list(self.waiting), "prefetched": self.prefetched}
+        return super().state_dict() | {"prefetched": self.prefetched}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.prefetched = state["prefetched"]
 
 
-def make_source(config: TrainConfig, *parts: Any) -> Now:
-    """The source that a run's lag and engine ask for, of the fields of `Now`."""
+def find_source(config: TrainConfig) -> type[Now]:
+    """The source that a run's lag and engine ask for."""
     if config.rollout.lag == 0:
-        return Now(config, *parts)
+        return Now
     draws_ahead = config.rollout.draws_by_engine and config.rollout.resample == 0  # it first needs the rewards
-    return (Ahead if draws_ahead else Lagged)(config, *parts)
+    return Ahead if draws_ahead else Lagged

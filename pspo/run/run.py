@@ -18,7 +18,7 @@ from pspo.rollout import Experience, How, PolicySampler, PromptStream, Sampler, 
 from pspo.rollout.drawing import Generators, random_numbers
 from pspo.rollout.engine import Engine, find_engine, start_engine
 from pspo.rollout.sampler import check_decoding
-from pspo.rollout.source import make_source
+from pspo.rollout.source import find_source
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.folders import write_errors
 from pspo.run.messages import model_card
@@ -58,15 +58,15 @@ class Run:
         sampler = self.make_sampler(engine, inputs)
         self.recorder = Recorder(config, self.learner, tokenizer, prompts["train"], output)
         self.validator = Validator(config, sampler, self.how, self.recorder, prompts)
-        self.source = make_source(
-            config,
-            PromptStream(prompts["train"], config),
-            sampler,
-            self.how,
-            self.learner,
-            self.phase,
-            partial(drawn_logprobs, self.learner, config=config),
-            self.recorder.failures,
+        self.source = find_source(config)(
+            config=config,
+            stream=PromptStream(prompts["train"], config),
+            sampler=sampler,
+            how=self.how,
+            learner=self.learner,
+            phase=self.phase,
+            logprobs=partial(drawn_logprobs, self.learner, config=config),
+            failures=self.recorder.failures,
         )
         self.checkpointer = Checkpointer(config, self.parts(), output)
 
@@ -85,7 +85,7 @@ class Run:
             "learner": self.learner,
             "validator": self.validator,
             "recorder": self.recorder,
-            "delay": self.source,  # before the generators: its state waits for what is drawn ahead
+            "delay": self.source,
             "generators": self.generators,
             "algorithm.surrogate": self.config.algorithm.surrogate,
         }
@@ -111,6 +111,7 @@ class Run:
     def take_snapshot(self) -> None:
         """Keep the parts' states; this waits for a rollout that is drawn ahead."""
         with self.phase("generate"):
+            self.source.settle()
             self.checkpointer.take_snapshot()
 
     @contextlib.contextmanager
