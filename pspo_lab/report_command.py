@@ -15,8 +15,8 @@ from textwrap import fill, indent
 
 import pandas as pd
 
-from pspo.cli.files import write_text
 from pspo.endings import user_errors
+from pspo.files import write_text
 from pspo.tasks.files import local_path
 from pspo.terminal import one_line
 from pspo_lab.figures import draw_curves

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from pspo.cli.files import DAMAGE, named_damage, read_json, read_jsonl
 from pspo.evaluate.statistics import at_k, measures
+from pspo.files import DAMAGE, named_damage, read_json, read_jsonl
 from pspo.tasks.files import local_path
 from pspo.terminal import one_line
 from pspo_lab.labels import labels

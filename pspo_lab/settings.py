@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from pspo.cli.files import flat, read_config
+from pspo.cli.settings import flat, read_config
 from pspo.tasks.files import local_path
 
 MODEL = "model.name_or_path"

@@ -31,10 +31,11 @@ import pandas as pd
 from tqdm import tqdm
 
 from pspo import distributed as dist
-from pspo.cli.files import flat, lock_folder, read_json, to_yaml, write_json, write_text
 from pspo.cli.parse import parse
+from pspo.cli.settings import flat, to_yaml
 from pspo.config import require
 from pspo.endings import EXIT_INTERRUPTED, EXIT_STOPPED, user_errors
+from pspo.files import lock_folder, read_json, write_json, write_text
 from pspo.tasks.files import local_path
 from pspo.terminal import Bar
 from pspo_lab.power import Estimate

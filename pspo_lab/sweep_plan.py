@@ -10,10 +10,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pspo.cli.files import argument_text, read_jsonl, require_same
 from pspo.cli.parse import parse
+from pspo.cli.settings import argument_text, require_same
 from pspo.config import EvaluateConfig, Section, TrainConfig, require, switch
 from pspo.endings import user_errors
+from pspo.files import read_jsonl
 
 WEIGHTS = ("best", "final", "checkpoints")  # folders of a run
 MODEL = ("model.name_or_path", "model.revision", "model.trust_remote_code")

@@ -19,8 +19,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from pspo.cli.files import write_text
 from pspo.endings import user_errors
+from pspo.files import write_text
 from pspo.tasks.files import local_path, plain
 from pspo_lab.identities import surrogate_classes
 from pspo_lab.runs import read_runs, run_folders

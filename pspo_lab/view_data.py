@@ -16,12 +16,11 @@ from pyarrow import parquet
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pspo.cli.files import DAMAGE, read_json, read_jsonl
 from pspo.cli.parse import make_config
 from pspo.config import TrainConfig
 from pspo.evaluate.statistics import as_text, measure_name
+from pspo.files import DAMAGE, numbered, read_json, read_jsonl, step_of
 from pspo.losses import Surrogate, token_weights
-from pspo.run.folders import numbered, step_of
 from pspo.tasks.problem import Messages, content_text
 from pspo.token_table import COLUMNS, TOKENS
 from pspo_lab import settings

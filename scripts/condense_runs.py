@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from pspo.cli.files import read_jsonl, write_text
+from pspo.files import read_jsonl, write_text
 from pspo_lab.runs import Runs, read_runs
 from pspo_lab.settings import MODEL, SEED, SURROGATE, methods
 

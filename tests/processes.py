@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 
 import pspo.train
 import pspo.update.step
-from pspo.cli.files import read_jsonl
 from pspo.distributed import run_main
+from pspo.files import read_jsonl
 from pspo.model import ASSETS
 from pspo.run.checkpointer import load_states
 

@@ -13,12 +13,10 @@ import torch
 from processes import Payload, assert_same, before, forked
 from test_resume import cut_off, killed, train, whole, whole_with  # noqa: F401 (fixtures)
 
-import pspo.run.folders
 import pspo.run.recorder
-from pspo.cli.files import read_jsonl
+from pspo.files import checkpoints, describe_file, read_jsonl
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import checkpoints, describe_file
-from pspo.run.resume import find_checkpoint
+from pspo.run.command import find_checkpoint
 
 pytestmark = pytest.mark.usefixtures("here")
 

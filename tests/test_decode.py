@@ -16,7 +16,7 @@ from pspo.model import autocast, load_tokenizer, stop_token_ids, token_logprobs
 from pspo.rollout import How, PolicySampler, Prompts, Sampling, encode_prompts, generate, make_sampling
 from pspo.rollout.drawing import Generators, in_nucleus, sample_nucleus, sample_race
 from pspo.rollout.sampler import find_decoder
-from pspo.run.folders import save_model
+from pspo.run.checkpointer import save_model
 from pspo.tasks import Problem
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], [5, 8, 9, 7, 9], [11]]

@@ -16,12 +16,12 @@ import torch
 
 import pspo.evaluate.__main__
 from examples.calculator import Calculator, calculate
-from pspo.cli.files import read_jsonl
 from pspo.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from pspo.environments import EnvironmentSampler
 from pspo.environments.episodes import observation_ids
 from pspo.environments.tools import check_calls, parse_calls, write_calls
 from pspo.errors import RewardError, Stopped
+from pspo.files import read_jsonl
 from pspo.model import load_model_config, load_policy, load_tokenizer
 from pspo.model.chat import encode, render_prompts
 from pspo.model.find import set_template_defaults

@@ -20,10 +20,10 @@ import pspo.run.recorder
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.errors import RunFailed
+from pspo.files import checkpoints
 from pspo.losses import NoClip
 from pspo.model import ASSETS
 from pspo.run.command import prepare
-from pspo.run.folders import checkpoints
 from pspo.run.recorder import Row, rollout_metrics
 from pspo.tasks import Problem, Reward
 from pspo.tasks.workers import worker_pool

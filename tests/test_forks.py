@@ -17,13 +17,13 @@ from test_resume import CONSTANT, MODES, RUN, cut_off, killed, killed_at_step, t
 import pspo.cli.python
 import pspo.run.run
 import pspo.train
-from pspo.cli.files import read_jsonl, to_yaml
 from pspo.cli.parse import parse
+from pspo.cli.settings import to_yaml
 from pspo.config import TrainConfig
+from pspo.files import checkpoints, read_jsonl
 from pspo.rollout.source import Now
 from pspo.run.checkpointer import load_states
-from pspo.run.folders import checkpoints
-from pspo.run.resume import check_same
+from pspo.run.command import check_same
 from pspo.run.validator import Validator
 from pspo.train import main
 

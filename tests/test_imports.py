@@ -19,7 +19,7 @@ ROOMS = (  # from the lowest: a room may import itself and the lower ones
     {"__init__", "errors", "terminal"},
     {"signals", "token_table"},
     {"losses", "tasks"},
-    {"distributed"},
+    {"distributed", "files"},
     {"config"},
     {"model"},
     {"rollout"},

@@ -19,13 +19,13 @@ import pspo.model.linear
 import pspo.run.export
 import pspo.update.step
 from pspo.config import LoraConfig, ModelConfig
+from pspo.files import checkpoints
 from pspo.losses import PSPO
 from pspo.model import ASSETS, StartingAdapters, load_policy, load_tokenizer, locate, token_logprobs
 from pspo.model.adapters import save_adapters
 from pspo.model.device import autocast
 from pspo.model.linear import fused_forward, use_fast_products
 from pspo.rollout import Rollout
-from pspo.run.folders import checkpoints
 from pspo.train import main
 from pspo.update import Learner, drawn_logprobs, update
 from pspo.update.optimizers import make_optimizer

@@ -18,10 +18,10 @@ from processes import TINY, assert_same, before, contents, kill_at_file_event, o
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 from pspo import distributed as dist
+from pspo.files import checkpoints
 from pspo.rollout.engine import EngineError, EngineSampler
 from pspo.rollout.source import Ahead, Now
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import checkpoints
 from pspo.train import main
 
 if not torch.distributed.is_gloo_available():

@@ -10,8 +10,8 @@ from processes import TINY, run_command
 from transformers import AutoTokenizer
 
 import pspo
-from pspo.cli.files import read_json, read_jsonl
 from pspo.config import ModelConfig
+from pspo.files import read_json, read_jsonl
 from pspo.model import ASSETS, load_policy
 from pspo.train import main
 

@@ -17,12 +17,11 @@ from processes import TINY, assert_same, before, forked, kill_at_file_event, kil
 from transformers import Qwen2ForCausalLM
 
 import pspo.train
-from pspo.cli.files import read_jsonl
+from pspo.files import checkpoints, read_jsonl
 from pspo.losses import NoClip, Surrogate
 from pspo.rollout import PolicySampler
 from pspo.rollout.source import Now
 from pspo.run.checkpointer import Checkpointer, load_states
-from pspo.run.folders import checkpoints
 from pspo.run.validator import Validator
 from pspo.tasks import Reward
 from pspo.train import main

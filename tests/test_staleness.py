@@ -13,8 +13,8 @@ from naive import G, make_config, make_learner, make_rollout, naive_row, run, we
 from processes import TINY, plain, run_command
 
 import pspo.train
-from pspo.cli.files import read_jsonl
 from pspo.config import AlgorithmConfig
+from pspo.files import read_jsonl
 from pspo.losses import GSPO, PSPO
 from pspo.rollout import Experience, Prompts, group_relative_advantages
 from pspo.rollout.source import Ahead, Now, refill

@@ -10,7 +10,7 @@ import torch
 from processes import metric_lines
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pspo.cli.files import read_jsonl
+from pspo.files import read_jsonl
 from pspo.losses import GSPO, Clip, token_weights
 from pspo.model import ASSETS
 from pspo.rollout import encode_prompts

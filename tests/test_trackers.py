@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from processes import TINY
 
-from pspo.cli.files import read_jsonl
+from pspo.files import read_jsonl
 from pspo.run.trackers import MODULES, start_tracker
 from pspo.train import main
 

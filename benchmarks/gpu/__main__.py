@@ -33,7 +33,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pspo.cli.files import environment, read_json, write_json, write_text
+from pspo.files import environment, read_json, write_json, write_text
 
 if TYPE_CHECKING:
     from benchmarks.gpu.common import Measurement, Options

@@ -20,8 +20,8 @@ from benchmarks.gpu.common import GROUP, PEAKS, Options, Rows, operations, rando
 from benchmarks.gpu.correctness import torchrun
 from benchmarks.vs_trl import run_pspo, run_trl
 from benchmarks.workloads import Shape, Workload, model_folder
-from pspo.cli.files import read_json, read_jsonl
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
+from pspo.files import read_json, read_jsonl
 from pspo.losses import PSPO
 from pspo.model import autocast, default_microbatch_tokens
 from pspo.model.device import casts_to_bf16, peak_memory_gb

@@ -13,8 +13,8 @@ from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pspo.cli.files import DERIVED, Settings, argument_text, differences, flat, read_yaml, to_yaml
-from pspo.cli.values import Word, as_list, from_word, read, yaml_value
+from pspo.cli.settings import DERIVED, Settings, argument_text, differences, flat, read_yaml, to_yaml
+from pspo.cli.values import Typed, as_list, read, read_typed, yaml_value
 from pspo.config import TrainConfig, find_switches, switches_with
 from pspo.endings import user_errors
 from pspo.model.find import find_default_lr
@@ -129,10 +129,13 @@ def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], s
             path = local_path(text)
             put_all(values, read_yaml(path if path.exists() else METHODS.get(text.lower(), path)), switches)
         elif name == owner:
-            values[owner] = from_word(switches[owner].type, "true" if text is None else text, owner)
+            values[owner] = Typed("true" if text is None else text)
         else:
             old = values[owner] if owner in values else default_of(switches[owner])
-            values[owner] = with_item(old, name.removeprefix(f"{owner}.").split("."), Word(text), owner)
+            old = read_typed(switches[owner].type, old, owner) if isinstance(old, Typed) else old
+            names = name.removeprefix(f"{owner}.").split(".")
+            is_mapping = owner in switches_with("mapping")
+            values[owner] = with_item(old, names if is_mapping else ["init_args", *names], Typed(text))
 
 
 def put_all(values: dict[str, Any], given: Settings, switches: dict[str, Field]) -> None:
@@ -144,20 +147,16 @@ def put_all(values: dict[str, Any], given: Settings, switches: dict[str, Field])
             raise ValueError(unknown_switch(name, switches))
 
 
-def with_item(old: Any, names: Sequence[str], word: Word, switch: str) -> Any:
-    """A switch's value with an item of its mapping, or with an argument of its class, of the last one of a list."""
-    if switch in switches_with("mapping"):
-        return below(old, names, word)
+def with_item(old: Any, names: Sequence[str], text: Typed) -> Any:
+    """A value with a text below these names, of a list in its last item; a class that stands alone gets arguments."""
+    if not names:
+        return text
     if isinstance(old, list) and old:
-        return [*old[:-1], with_item(old[-1], names, word, switch)]
-    return below({"class_path": old} if isinstance(old, str) else old, ["init_args", *names], word)
-
-
-def below(mapping: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
-    """The mapping with a value at these names, one below the other."""
+        return [*old[:-1], with_item(old[-1], names, text)]
     first, *others = names
-    mapping = mapping if isinstance(mapping, dict) else {}
-    return mapping | {first: below(mapping.get(first), others, value) if others else value}
+    if not isinstance(old, dict):
+        old = {"class_path": old} if first == "init_args" and isinstance(old, str) else {}
+    return old | {first: with_item(old.get(first), others, text)}
 
 
 def unknown_switch(name: str, switches: dict[str, Field]) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli import files
-from pspo.cli.files import Settings
+from pspo import files
 from pspo.cli.parse import make_config
+from pspo.cli.settings import Settings
 from pspo.cli.values import yaml_value
 from pspo.config import TrainConfig, switches_with
 from pspo.tasks import Problem

@@ -6,9 +6,12 @@ of texts is a list in brackets of items in quotes, such as ["a", "b"], and anyth
 """
 
 import builtins
+import contextlib
 import inspect
+import math
 import pathlib
 import pkgutil
+import re
 import sys
 import types
 import typing
@@ -16,25 +19,66 @@ from collections import abc
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import yaml
 
-from pspo.cli.files import Unquoted, load_yaml, scalar, untyped
 from pspo.terminal import one_line
 
 NUMBERS = {bool: (bool, "true or false"), int: (Integral, "a whole number"), float: (Real, "a number")}
+CONSTANTS = {"": None, "~": None, "null": None, "true": True, "false": False, ".nan": math.nan, ".inf": math.inf,
+             "-.inf": -math.inf}  # fmt: skip
 
 
-class Word(str):
-    """A word of a command, which its type reads."""
+class Typed(str):
+    """A text as it was typed, a word of a command or without quotes in YAML: the type of its switch reads it."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Read null, lists, mappings and texts, which are `Typed` without quotes; refuse a key that stands twice."""
+
+    yaml_implicit_resolvers: ClassVar = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # merges of mappings
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+        names = [key.value for key, _ in node.value]
+        for i, (key, _) in enumerate(node.value):
+            if key.value in names[:i]:
+                raise yaml.YAMLError(f"{key.value} stands twice, the second time in line {key.start_mark.line + 1}")
+        return {str(name): value for name, value in super().construct_mapping(node, deep).items()}
+
+    def construct_text(self, node: yaml.ScalarNode) -> str | None:
+        if node.style is not None:
+            return node.value
+        return None if scalar(node.value) is None else Typed(node.value)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
+
+
+def load_yaml(text: str) -> Any:
+    """A YAML text as `_Loader` has it; raises ValueError."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(one_line(str(error))) from error
+
+
+def scalar(text: str) -> Any:
+    """Text without quotes by YAML's rules: null, a truth value, a number such as 1e-6, or else the text."""
+    if text.lower() in CONSTANTS:
+        return CONSTANTS[text.lower()]
+    if re.match(r"[-+.]*[0-9]", text):
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(text)
+    return str(text)
 
 
 def read(kind: Any, given: Any, switch: str) -> Any:
     """A value of this type; raises ValueError, naming the switch, for one that it does not take."""
-    if isinstance(given, Word):
-        given = from_word(kind, given, switch)
+    if isinstance(given, Typed):
+        given = read_typed(kind, given, switch)
     parts = get_args(kind)
     match get_origin(kind) or kind:
         case typing.Union | types.UnionType:
@@ -61,24 +105,26 @@ def read(kind: Any, given: Any, switch: str) -> Any:
             return read_class(kind, given, switch)
         case _ if is_dataclass(kind):
             return make(kind, as_mapping(given, switch), switch)
+        case _ if isinstance(given, Mapping | list):
+            return read(dict if isinstance(given, Mapping) else list, given, switch)
         case _:
-            return read(dict, given, switch) if isinstance(given, Mapping) else untyped(given)
+            return scalar(given) if isinstance(given, Typed) else given
 
 
-def from_word(kind: Any, word: str, switch: str) -> Any:
-    """What YAML would hold for a word of a command; of a type that takes texts, the word, but for brackets it takes."""
+def read_typed(kind: Any, text: Typed, switch: str) -> Any:
+    """What YAML has for the text; for a type that takes texts the text itself, but for brackets that it takes, too."""
     kinds = (kind, *get_args(kind))
     takes_text = any(part in (str, pathlib.Path, list[str]) for part in kinds)
-    if takes_text and word[:1] not in ("{", "["):
-        return str(word)
+    if takes_text and text[:1] not in ("{", "["):
+        return str(text)
     try:
-        value = load_yaml(word)
-    except yaml.YAMLError as error:
+        value = load_yaml(text)
+    except ValueError as error:
         if takes_text:
-            return str(word)
-        raise ValueError(f"--{switch} {word}: {one_line(str(error))}") from error
-    is_text = isinstance(value, list) and any(isinstance(item, Unquoted) for item in value)  # [END]
-    return str(word) if takes_text and (is_text or type(value) not in map(get_origin, kinds)) else value
+            return str(text)
+        raise ValueError(f"--{switch} {text}: {error}") from error
+    is_text = isinstance(value, list) and any(isinstance(item, Typed) for item in value)  # [END]
+    return str(text) if takes_text and (is_text or type(value) not in map(get_origin, kinds)) else value
 
 
 def as_list(given: Any) -> list[Any]:

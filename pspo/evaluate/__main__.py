@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli import files
+from pspo import files
 from pspo.cli.parse import parse
+from pspo.cli.settings import Settings, to_yaml
 from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.endings import EXIT_INTERRUPTED, exit_codes, user_errors
 from pspo.evaluate.evaluation import Evaluation, evaluate
@@ -68,9 +69,7 @@ def render(results: dict[str, Any]) -> str:
     return f"{title}\n{table('mean [95%]', columns)}"
 
 
-def write_results(
-    output: Path, config: EvaluateConfig, settings: files.Settings, results: dict[str, Evaluation]
-) -> None:
+def write_results(output: Path, config: EvaluateConfig, settings: Settings, results: dict[str, Evaluation]) -> None:
     """Write the folder, and print the results, which are by temperature."""
     record = {
         "model": config.model.name_or_path,
@@ -85,7 +84,7 @@ def write_results(
     }
     completions = [completion for evaluation in results.values() for completion in evaluation.completions]
     output.mkdir()
-    files.write_text(output / "config.yaml", files.to_yaml(settings))
+    files.write_text(output / "config.yaml", to_yaml(settings))
     files.write_json(output / "environment.json", files.environment(str(dist.local_device()), dist.world_size()))
     files.write_text(output / "completions.jsonl", files.to_jsonl(completions))
     files.write_json(output / "results.json", record)

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
+from pspo import files
+from pspo.cli.settings import Settings, differences, read_config
 from pspo.config import TrainConfig
 from pspo.errors import RunFailed
 from pspo.model import fill_adapters, has_adapters, load_policy
@@ -21,14 +24,16 @@ from pspo.model.find import read_adapter_config
 from pspo.model.load import write_model
 from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
-from pspo.run.folders import checkpoints, fsync, prune, temporary_path, whole_folder, write_errors, write_manifest
+from pspo.tasks.files import plain
 from pspo.token_table import TOKENS
 
 
 class Checkpointer:
-    """Saves the parts of a run, by their ``state_dict``, and reads what it has saved.
+    """Saves the parts of a run, by their ``state_dict``, and restores them by their ``load_state_dict``.
 
-    The snapshot is of the parts when they last matched the weights: saved if what comes next is stopped or fails.
+    Of a part with ``per_rank = True`` each rank has a state; of others rank 0's is saved. By ``fork_state(state,
+    changes)`` a part says what of a parent's state a fork loads; one without loads all of it. The snapshot is of the
+    parts when they last matched the weights: saved if what comes next is stopped or fails.
     """
 
     def __init__(self, config: TrainConfig, parts: dict[str, Any], output: Path) -> None:
@@ -54,13 +59,15 @@ class Checkpointer:
         states = dict(self.snapshot)
         by_rank = [name for name, part in self.parts.items() if getattr(part, "per_rank", False)]
         states["ranks"] = dist.gather_on_main([{name: states.pop(name) for name in by_rank}])
-        shards = temporary_path(folder.with_name(f"{folder.name}-shards"), "new")  # of every rank; rank 0 moves them in
+        shards = files.temporary_path(
+            folder.with_name(f"{folder.name}-shards"), "new"
+        )  # of every rank; rank 0 moves them in
         if dist.is_sharded(policy):
-            with write_errors(folder):
+            with files.write_errors(folder):
                 dist.save_shards(shards, policy, self.learner.optimizer)
 
         def write() -> None:
-            with whole_folder(folder) as temporary:
+            with files.whole_folder(folder) as temporary:
                 if dist.is_sharded(policy):
                     shards.rename(temporary / "shards")
                 else:
@@ -68,10 +75,10 @@ class Checkpointer:
                 torch.save(states, temporary / "parts.pt")
                 load_states(temporary, mmap=True)  # raises for a state of a user's that could not be loaded
                 shutil.copyfile(self.output / "config.yaml", temporary / "config.yaml")
-                write_manifest(temporary)
+                files.write_manifest(temporary)
                 for file in (*self.output.glob("*.jsonl"), *self.output.glob(f"{TOKENS}/*")):
-                    fsync(file)  # a resumed run needs their lines up to this checkpoint
-            prune(self.output, self.config.run.keep)
+                    files.fsync(file)  # a resumed run needs their lines up to this checkpoint
+            files.prune(self.output, self.config.run.keep)
 
         dist.run_on_main(write)
 
@@ -83,10 +90,74 @@ class Checkpointer:
     def describe_newest(self) -> str:
         """The newest checkpoint, and what the same command does with it, for messages."""
         command = f"the same command with --run.output_dir {self.output}"
-        newest = checkpoints(self.output)
+        newest = files.checkpoints(self.output)
         if not newest:
             return f"no checkpoint was saved: {command} starts anew"
         return f"last checkpoint: {newest[0]}; {command} resumes"
+
+    def resume(self, checkpoint: Path) -> None:
+        """Restore parts and folder to a checkpoint. Raises ValueError if the run has other problems now."""
+        output = self.output
+        print(f"resuming {output} from {checkpoint.name}")
+        states = self.load(checkpoint)
+        for name in ("stream", "validator"):
+            if states[name]["fingerprint"] != self.parts[name].fingerprint:
+                fix = "choose another folder"
+                raise ValueError(f"--run.output_dir {output} has other problems under the same name: {fix}")
+        validations = states["validator"]["validations"]
+        if validations["best"]:
+            damage = files.find_damage(output / "best")
+            if damage is not None:
+                raise ValueError(f"{damage}: restore it, or start anew from this run with --run.fork_from {output}")
+            if files.read_json(output / "best" / "validation.json") != plain(validations["best"]):
+                validations["best"] = {}  # best/ is of a later step, to which a resumed run on a GPU may not come
+        for name, state in states.items():
+            self.parts[name].load_state_dict(state)
+        dist.run_on_main(self.cut_back)
+
+    def cut_back(self) -> None:
+        """Remove what a run has written after the checkpoint that it resumes from."""
+        steps = self.learner.steps
+        files.prune(self.output, self.config.run.keep, steps)
+        for name in ("summary.json", "test-after.jsonl", "test-final.jsonl"):
+            (self.output / name).unlink(missing_ok=True)
+        for rollout in files.numbered(self.output / TOKENS, ".parquet"):
+            if files.step_of(rollout) > steps:
+                rollout.unlink()
+        written = self.recorder.first_step if self.recorder.line else steps  # an open line is yet to be written
+        for path in (self.output / "metrics.jsonl", self.output / "samples.jsonl"):
+            lines = files.read_jsonl(path)
+            with files.named_damage(path):
+                lines = [line for line in lines if line["step"] <= written]
+            files.write_text(path, files.to_jsonl(lines))
+
+    def fork(self, parent: Path, settings: Settings) -> None:
+        """Start from another run's checkpoint, and save it as this run's first: it then needs its parent no more.
+
+        A user's loss keeps its state if no switch of the losses has changed. ValueError if no step is left.
+        """
+        changes = differences(read_config(parent / "config.yaml"), settings)
+        states = self.load(parent)
+        problems = (states["stream"]["fingerprint"], self.parts["stream"].fingerprint)
+        if problems[0] != problems[1]:
+            changes["data problems"] = problems
+        if "run.seed" in changes:
+            self.parts["generators"].seed(self.config.run.seed, states["learner"]["steps"])
+        del states["validator"]  # a fork has validations of its own
+        if any(switch.startswith(("algorithm.surrogate", "algorithm.terms")) for switch in changes):
+            states = {name: state for name, state in states.items() if not name.startswith("algorithm.")}
+        for name, part in self.parts.items():
+            state = states.get(name)
+            if state is not None and hasattr(part, "fork_state"):
+                state = part.fork_state(state, changes)
+            if state is not None:
+                part.load_state_dict(state)
+        if self.recorder.limit_reached:
+            fix = "raise --run.max_steps or --run.max_tokens, which count from the parent's beginning"
+            raise ValueError(f"{parent} has taken {self.learner.steps} steps: {fix}")
+        print(f"forked from {parent}")
+        self.take_snapshot()
+        self.save_snapshot()
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint's weights, and return its states; of another number of ranks without those of each rank."""
@@ -132,3 +203,19 @@ def load_states(folder: Path, mmap: bool = False) -> dict[str, Any]:
     """The parts' states in a checkpoint; raises UnpicklingError for anything but plain values and tensors."""
     with torch.serialization.safe_globals([Experience, Rollout, Nucleus]):
         return torch.load(folder / "parts.pt", map_location="cpu", mmap=mmap, weights_only=True)
+
+
+def save_model(
+    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, validation: Any = None
+) -> None:
+    """Save a model, with its validation if there is one, replacing ``folder`` at once; RunFailed if that fails."""
+    weights = dist.full_state_dict(policy)
+
+    def save() -> None:
+        with files.whole_folder(folder) as temporary:
+            write_model(policy, tokenizer, temporary, weights)
+            if validation is not None:
+                files.write_json(temporary / "validation.json", validation)
+                files.write_manifest(temporary)
+
+    dist.run_on_main(save)

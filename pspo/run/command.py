@@ -1,19 +1,26 @@
-"""A run as the command ``python -m pspo.train`` and from Python: how it starts, and how it ends."""
+"""A run as the command ``python -m pspo.train`` and from Python: how it starts, and how it ends.
+
+It resumes from its newest undamaged checkpoint under the same configuration; switches that change no number and an
+engine's arguments may differ, and its limits may grow (`pspo.config.Fact`).
+"""
 
 import contextlib
 import os
 import random
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from pspo import distributed as dist
-from pspo.cli.files import Settings, environment, read_json, to_yaml, write_json, write_text
+from pspo import files
 from pspo.cli.parse import parse
-from pspo.cli.python import config_from_python
+from pspo.cli.python import config_from_python, default_output
+from pspo.cli.settings import Changes, Settings, require_same, to_yaml
 from pspo.config import RunConfig, TrainConfig, require, switches_with
 from pspo.endings import exit_codes, save_at_end, user_errors
 from pspo.errors import RunFailed, Stopped
@@ -22,9 +29,9 @@ from pspo.model.find import resolve_adapters
 from pspo.rollout import Experience
 from pspo.rollout.drawing import set_torch_states, torch_states
 from pspo.run.messages import print_header, print_warnings, summary_text
-from pspo.run.resume import check_same, find_start, fork, resume
 from pspo.run.run import Run
 from pspo.run.trackers import check_tracker
+from pspo.token_table import TOKENS
 from pspo.update.optimizers import check_optimizer
 
 
@@ -73,7 +80,7 @@ def print_if_finished(config: RunConfig, settings: Settings) -> dict[str, Any]:
     changes = check_same(file.parent, settings)
     if changes.keys() & (switches_with("may grow") | {"data.path"}):
         return {}  # a resumed run compares the problems of another path
-    summary = read_json(file)
+    summary = files.read_json(file)
     summary["output_dir"] = str(file.parent)  # it may have been moved
     summary["best_model"] = str(file.parent / Path(summary["best_model"]).name)
     print(f"already finished: {file}\n\n{summary_text(summary)}")
@@ -101,16 +108,92 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
         require(is_shared, "run.output_dir", "must be in a folder that all nodes share", str(output))
         run = Run(config, settings, output, resources)
         if start.checkpoint is not None:
-            resume(run.checkpointer, start.checkpoint)
+            run.checkpointer.resume(start.checkpoint)
         if dist.is_main():
-            write_text(output / "config.yaml", to_yaml(settings))
+            files.write_text(output / "config.yaml", to_yaml(settings))
             if not (output / "environment.json").exists():
                 device = str(run.learner.policy.device)
-                write_json(output / "environment.json", environment(device, dist.world_size()))
+                files.write_json(output / "environment.json", files.environment(device, dist.world_size()))
         if start.parent is not None:
-            fork(run.checkpointer, start.parent, settings)
+            run.checkpointer.fork(start.parent, settings)
         run.resources = resources.pop_all()
         return run
+
+
+class Start(NamedTuple):
+    """A run's folder, and what it starts from: its own checkpoint, that of a run to fork, or neither."""
+
+    output: Path
+    checkpoint: Path | None
+    parent: Path | None
+
+
+def find_start(config: TrainConfig, settings: Settings, resources: contextlib.ExitStack) -> Start:
+    """Make and lock a run's folder, and find where the run starts; ValueError if it cannot start there."""
+    output = Path(config.run.output_dir or default_output(config))
+    files.check_new_folder(output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        resources.enter_context(files.lock_folder(output))
+    except OSError as error:
+        raise ValueError(f"--run.output_dir {output} cannot be written to: {error}") from error
+    checkpoint = None
+    if files.is_run(output):
+        if files.checkpoints(output) or (output / "metrics.jsonl").exists():  # another run's are kept
+            check_same(output, settings)
+        checkpoint = find_checkpoint(output)
+    else:
+        resources.callback(remove_unbegun, output)
+    begins_as_fork = checkpoint is None and config.run.fork_from is not None
+    return Start(output, checkpoint, find_parent(config.run.fork_from) if begins_as_fork else None)
+
+
+def remove_unbegun(folder: Path) -> None:
+    """Remove the folder of a run that could not begin, unless it holds problems."""
+    if not files.is_run(folder):
+        with contextlib.suppress(OSError):
+            (folder / ".lock").unlink()
+            folder.rmdir()
+
+
+def check_same(run: Path, settings: Settings) -> Changes:
+    """The switches that differ from the run's configuration, and may, as `files.differences`; ValueError for others."""
+    is_constant = settings["optimizer"]["schedule"] == "constant"
+    steps = settings["algorithm"]["epochs"] * settings["algorithm"]["minibatches"]  # of a rollout
+
+    def may_differ(name: str, old: Any, new: Any) -> bool:
+        grows = name in switches_with("may grow") and is_constant and old is not None and (new is None or new > old)
+        grows = grows and (name != "run.max_steps" or old % steps == 0)  # otherwise the old end has cut a rollout off
+        return grows or name in switches_with("free") or name.startswith("rollout.engine.init_args.")
+
+    fix = f"choose another --run.output_dir, or start there from this one's weights with --run.fork_from {run}"
+    return require_same(run, settings, may_differ, fix)
+
+
+def find_checkpoint(run: Path) -> Path | None:
+    """The run's newest undamaged checkpoint; if none was saved, None, and its records are removed."""
+    for folder in (run, run / "checkpoints"):
+        files.remove_leftovers(folder)
+    saved = files.checkpoints(run)
+    checkpoint = files.first_undamaged(saved)
+    if checkpoint is None and (saved or (run / "summary.json").exists()):
+        raise ValueError(f"--run.output_dir {run}: no checkpoint to resume from is left; choose another folder")
+    if checkpoint is None:
+        print(f"{run} holds no checkpoint: its run starts anew", file=sys.stderr)
+        for name in ("best", "checkpoints", TOKENS):
+            shutil.rmtree(run / name, ignore_errors=True)
+        for file in (run / "environment.json", *run.glob("*.jsonl")):
+            file.unlink(missing_ok=True)
+    return checkpoint
+
+
+def find_parent(fork_from: str) -> Path:
+    """The checkpoint that --run.fork_from names, or the newest undamaged one of the run that it names."""
+    path = Path(fork_from).absolute()
+    parent = files.first_undamaged(files.checkpoints(path) or [path])
+    if parent is None or not (parent / "parts.pt").exists():  # best/ has a manifest, too
+        raise ValueError(f"--run.fork_from {path} is neither an undamaged checkpoint nor a run's folder with one")
+    return parent
 
 
 def compute_in_order(resources: contextlib.ExitStack, device: torch.device) -> None:

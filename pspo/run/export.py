@@ -12,11 +12,11 @@ import torch
 from pspo.cli.parse import parse
 from pspo.config import LoraConfig, ModelConfig, switch
 from pspo.endings import user_errors
+from pspo.files import whole_folder
 from pspo.model import load_policy, load_tokenizer
 from pspo.model.adapters import merged_weights
 from pspo.model.find import resolve_adapters
 from pspo.model.load import write_model
-from pspo.run.folders import whole_folder
 from pspo.tasks.files import local_path
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from huggingface_hub import ModelCardData
 
 from pspo import __version__
 from pspo import distributed as dist
-from pspo.cli.files import DERIVED, Settings, argument_text, flat
 from pspo.cli.parse import make_config
+from pspo.cli.settings import DERIVED, Settings, argument_text, flat
 from pspo.config import TrainConfig, switches_with
 from pspo.evaluate.statistics import ESTIMATES, MEANS, Record, from_record, measure_name, table
 from pspo.model.find import resolve_adapters

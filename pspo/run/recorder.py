@@ -14,13 +14,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.cli.files import Changes, Settings, append_jsonl, read_jsonl
+from pspo.cli.settings import Changes, Settings
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
 from pspo.errors import RunFailed
+from pspo.files import append_jsonl, checkpoints, read_jsonl, write_errors
 from pspo.rollout import Experience, Prompts
 from pspo.rollout.types import trained_rows
-from pspo.run.folders import checkpoints, write_errors
 from pspo.run.trackers import start_tracker
 from pspo.tasks import Problem, matches_format
 from pspo.terminal import Bar, clip, print_timed

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.files import Settings, write_json, write_text
+from pspo.cli.settings import Settings
 from pspo.config import TrainConfig
 from pspo.endings import fail_together
 from pspo.errors import Stopped
 from pspo.evaluate.inputs import Inputs, load_inputs
+from pspo.files import write_errors, write_json, write_text
 from pspo.model.device import choose_threads, peak_memory_gb
 from pspo.rollout import Experience, How, PolicySampler, PromptStream, Sampler, make_sampling
 from pspo.rollout.drawing import Generators, random_numbers
@@ -20,7 +21,6 @@ from pspo.rollout.engine import Engine, find_engine, start_engine
 from pspo.rollout.sampler import check_decoding
 from pspo.rollout.source import find_source
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.folders import write_errors
 from pspo.run.messages import model_card
 from pspo.run.recorder import Recorder
 from pspo.run.validator import Validator

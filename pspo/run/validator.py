@@ -9,12 +9,12 @@ from typing import Any
 import transformers
 
 from pspo import distributed as dist
-from pspo.cli.files import Changes, to_jsonl, write_text
 from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import Evaluation, evaluate
+from pspo.files import to_jsonl, write_errors, write_text
 from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.rollout import How, Prompts, Sampler
-from pspo.run.folders import save_model, write_errors
+from pspo.run.checkpointer import save_model
 from pspo.run.recorder import Recorder
 from pspo.terminal import print_timed
 
@@ -135,9 +135,6 @@ class Validator:
 
     def state_dict(self) -> dict[str, Any]:
         return {"fingerprint": self.fingerprint, "before": self.before, "validations": dict(self.validations)}
-
-    def fork_state(self, state: dict[str, Any], changes: Changes) -> None:
-        """Nothing of a parent: a fork has its own validations."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.before = state["before"]

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy.stats import nct, t, ttest_rel
 
-from pspo.cli.files import append_jsonl
+from pspo.files import append_jsonl
 from pspo_lab.compare import main
 
 

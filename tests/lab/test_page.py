@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from test_view import HOSTILE, train_run
 
-from pspo.cli.files import read_jsonl
+from pspo.files import read_jsonl
 from pspo_lab.view_command import make_page
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")]

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from processes import until
 
-from pspo.cli.files import to_yaml
 from pspo.cli.parse import parse
+from pspo.cli.settings import to_yaml
 from pspo.config import EvaluateConfig, TrainConfig
 from pspo_lab.sweep_command import main
 from pspo_lab.sweep_plan import SweepConfig, make_plan

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from pspo.cli.files import append_jsonl, read_json, read_jsonl
+from pspo.files import append_jsonl, read_json, read_jsonl
 from pspo.train import main as train
 from pspo_lab.report_command import main as report
 from pspo_lab.view_command import make_page

@@ -9,8 +9,8 @@ from engines import CPU, Copy, train
 from processes import before, one_layer
 
 import pspo.train
-from pspo.cli.files import read_jsonl
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, TrainConfig
+from pspo.files import read_jsonl
 from pspo.model import load_policy, token_logprobs
 from pspo.rollout.engine import EngineError
 from pspo.run.checkpointer import load_states

@@ -23,8 +23,8 @@ from processes import forked, kill_at_step, until
 from safetensors.torch import load_file
 from test_servers import engine_of
 
-from pspo.cli.files import read_jsonl
 from pspo.config import DataConfig, LoraConfig, ModelConfig, RolloutConfig, TrainConfig
+from pspo.files import read_jsonl
 from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.rollout import How, PolicySampler, Prompts, load_prompts, make_sampling
 from pspo.rollout.drawing import Generators

@@ -1,28 +1,87 @@
-"""Folders that appear whole or not at all: written under another name, synced, then renamed.
+"""The files of a run: JSON and JSON lines, folders, checkpoints and locks.
 
-A checkpoint is such a folder, ``checkpoints/step-000042``, with a manifest of every file's size and SHA-256.
+Files and folders appear whole or not at all: they are written under another name, folders are synced, then renamed. A
+checkpoint is such a folder, ``checkpoints/step-000042``, with a manifest of every file's size and SHA-256.
 """
 
 import contextlib
+import fcntl
 import hashlib
+import json
 import math
 import os
+import platform
 import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from pspo import distributed as dist
-from pspo.cli.files import read_json, write_json
+from pspo import __version__
 from pspo.errors import RunFailed
-from pspo.model.load import write_model
+from pspo.tasks.files import plain
 from pspo.terminal import one_line
 
+DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # which damaged content raises
 TORCH_WRITE_ERRORS = ("inline_container", "iostream")  # words of the RuntimeError of `torch.save` (2.13) on a full disk
+
+
+def to_jsonl(records: Iterable[dict[str, Any]]) -> str:
+    """One line per record; NaN and infinities become null, because JSON has none, dates and the like text."""
+    return "".join(json.dumps(plain(record), ensure_ascii=False, default=str) + "\n" for record in records)
+
+
+def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(to_jsonl(records))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON lines file, without a last line that was cut off by a kill; none if there is no file."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [read_object(path, line) for line in lines]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return read_object(path, path.read_bytes())
+
+
+def read_object(path: Path, text: bytes) -> dict[str, Any]:
+    """The object that (a line of) a file of JSON holds; ValueError if it is damaged."""
+    with named_damage(path):
+        parsed = json.loads(text)
+        if not isinstance(parsed, dict):
+            raise ValueError("not an object")
+        return parsed
+
+
+@contextlib.contextmanager
+def named_damage(path: Path) -> Iterator[None]:
+    """Raise ValueError, naming the file, where its content is not of the form that was written."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    except DAMAGE as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the whole file or nothing: readers never see half of it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    write_text(path, json.dumps(plain(record), indent=2, ensure_ascii=False) + "\n")
+
+
+# --- folders
 
 
 @contextlib.contextmanager
@@ -82,20 +141,30 @@ def fsync(path: Path) -> None:
     os.close(descriptor)
 
 
-def save_model(
-    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, validation: Any = None
-) -> None:
-    """Save a model, with its validation if there is one, replacing ``folder`` at once; RunFailed if that fails."""
-    weights = dist.full_state_dict(policy)
+def lock_folder(folder: Path, switch: str = "--run.output_dir") -> IO[Any]:
+    """Lock a folder until the returned file is closed, in child processes too; ValueError if another process has it."""
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"{switch} {folder} is in use by another process: wait, or choose another folder") from None
+    return file
 
-    def save() -> None:
-        with whole_folder(folder) as temporary:
-            write_model(policy, tokenizer, temporary, weights)
-            if validation is not None:
-                write_json(temporary / "validation.json", validation)
-                write_manifest(temporary)
 
-    dist.run_on_main(save)
+def is_run(folder: Path) -> bool:
+    """True if a run has begun in the folder; an evaluation has a config.yaml, too, but nothing else of a run."""
+    others = (".lock", "metrics.jsonl", "checkpoints/step-*/manifest.json")  # a copy of a run may lack the first
+    return (folder / "config.yaml").exists() and any(any(folder.glob(name)) for name in others)
+
+
+def check_new_folder(folder: Path) -> None:
+    """Raise ValueError for a run's new folder that holds something else; ``data`` is written before the run begins."""
+    if not is_run(folder) and any(path.name != "data" for path in folder.glob("[!.]*")):
+        raise ValueError(f"--run.output_dir {folder} already holds something, but no run; choose a new folder")
+
+
+# --- checkpoints
 
 
 def numbered(folder: Path, suffix: str = "") -> list[Path]:
@@ -152,3 +221,28 @@ def first_undamaged(folders: list[Path]) -> Path | None:
             return folder
         print(f"{damage}; skipped", file=sys.stderr)
     return None
+
+
+# --- where a run's numbers come from
+
+
+def environment(device: str, processes: int) -> dict[str, Any]:
+    """Versions, commit and device behind a run's numbers."""
+    packages = ("torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
+    return {
+        "packages": {"pspo": __version__} | {name: metadata.version(name) for name in packages},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": device,
+        "commit": source_commit(),
+        "processes": processes,
+    }
+
+
+def source_commit() -> str | None:
+    """The source tree's commit, with "-dirty" if it was changed; None for an installed package, or without git."""
+    source = Path(__file__).parents[1]
+    command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=40"]
+    if not (source / ".git").exists() or shutil.which("git") is None:
+        return None
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
