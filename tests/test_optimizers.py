@@ -50,6 +50,8 @@ def test_options_are_those_of_the_optimizers_class(tiny_model):
         check_optimizer(replace(config, options={"beta1": 0.9}))
     with pytest.raises(ValueError, match=r"--optimizer\.options .*foreach"):
         check_optimizer(OptimizerConfig(options={"foreach": True}))
+    with pytest.raises(ValueError, match=r"--optimizer\.lr must be set"):
+        make_optimizer(tiny_model(), OptimizerConfig())
     with pytest.raises(ValueError, match=r"the learning rate is --optimizer\.lr"):
         check_optimizer(replace(config, options={"lr": 0.2}))
 

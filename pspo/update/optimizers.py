@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from pspo.config import OptimizerConfig
+from pspo.config import OptimizerConfig, require
 from pspo.model.adapters import trained_parameters
 
 
@@ -38,6 +38,7 @@ def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig
 
 def new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer of --optimizer.name of groups of parameters, each with its own weight_decay."""
+    require(config.lr is not None, "optimizer.lr", "must be set: its default depends on the model", config.lr)
     options = config.options | {"lr": float(config.lr)}  # plain, for checkpoints
     if config.name == "sgd":
         return torch.optim.SGD(groups, **options)
