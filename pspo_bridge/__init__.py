@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +10,7 @@ from torch import Tensor
 from pspo import losses
 from pspo.losses import Surrogate, check_loss, log_ratio, token_weights
 
-BUILT_IN = [
-    name
-    for name, value in vars(losses).items()
-    if inspect.isclass(value) and issubclass(value, Surrogate) and value is not Surrogate
-]
+BUILT_IN = [kind.__name__ for kind in Surrogate.__subclasses__() if kind.__module__.startswith("pspo.losses.")]
 
 
 def make_surrogate(surrogate: Surrogate | str | dict[str, Any], **arguments: Any) -> Surrogate:
@@ -58,32 +53,34 @@ def find_surrogate(name: str) -> type[Surrogate]:
 
 
 def token_losses(
-    surrogate: Surrogate | Callable[..., Tensor] | str | dict[str, Any],
+    surrogate: Surrogate | str | dict[str, Any],
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
+    step: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Losses (B, T) of B completions' tokens, with gradient, to be averaged as a trainer does, and metrics.
 
     Args:
-        surrogate: as `make_surrogate` takes it, or what the method `bind_step` of one gives.
+        surrogate: as `make_surrogate` takes it.
         logprobs, old_logprobs, mask: (B, T), each row a completion; advantages: (B, 1) or (B, T).
+        step: optimizer steps taken so far, for a surrogate that asks for them.
 
     Returns:
         The losses, 0 where masked, and scalars, means over the unmasked tokens with A != 0: ``ratio`` r; ``slope``
         dL/dlogprob / (-A r): 1 - alpha for PSPO, 1 for NoClip, for Clip the share of tokens inside the range;
         ``zero_weight_share``, the share of tokens without gradient. NaN where there is no such token.
     """
-    if isinstance(surrogate, str | dict):
-        surrogate = make_surrogate(surrogate)
-    if isinstance(surrogate, Surrogate) and surrogate.bind_step(0) is not surrogate:
+    surrogate = make_surrogate(surrogate)
+    loss = surrogate.bind_step(step or 0)
+    if step is None and loss is not surrogate:
         raise ValueError(f"{surrogate!r} asks for the optimizer step, which this trainer does not tell a loss")
     mask = mask.bool()
-    losses = surrogate(logprobs, old_logprobs, advantages, mask)
+    losses = loss(logprobs, old_logprobs, advantages, mask)
     check_loss(surrogate, losses, logprobs)
     active = mask & (advantages != 0)
-    weights = token_weights(surrogate, logprobs, old_logprobs, advantages, mask)
+    weights = token_weights(loss, logprobs, old_logprobs, advantages, mask)
     with torch.no_grad():
         ratio = log_ratio(logprobs, old_logprobs, mask).exp()
         metrics = {

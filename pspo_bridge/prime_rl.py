@@ -21,13 +21,8 @@ def loss(inputs: Any, surrogate: str = "PSPO", **arguments: Any) -> Any:
     """
     from prime_rl.trainer.rl.loss import LossOutputs  # installed where this is called
 
-    losses, metrics = token_losses(
-        make_surrogate(surrogate, **arguments),
-        inputs.trainer_logprobs[None],
-        inputs.inference_logprobs[None],
-        inputs.advantages[None],
-        inputs.loss_mask[None],
-    )
+    tensors = (inputs.trainer_logprobs, inputs.inference_logprobs, inputs.advantages, inputs.loss_mask)
+    losses, metrics = token_losses(make_surrogate(surrogate, **arguments), *(tensor[None] for tensor in tensors))
     weights = getattr(inputs, "loss_weights", None)  # older versions have none
     losses = losses if weights is None else losses * weights
     known = {f"surrogate/{name}": value for name, value in metrics.items() if not value.isnan()}

@@ -167,7 +167,7 @@ def test_a_loss_that_asks_for_the_step_is_refused_where_nobody_tells_it():
     values = torch.zeros(1, 2, requires_grad=True), torch.zeros(1, 2), torch.ones(1, 1), torch.ones(1, 2)
     with pytest.raises(ValueError, match="asks for the optimizer step"):
         token_losses(Annealed(), *values)
-    assert token_losses(Annealed().bind_step(1), *values)[0].tolist() == [[-0.5, -0.5]]
+    assert token_losses(Annealed(), *values, step=1)[0].tolist() == [[-0.5, -0.5]]
 
 
 def guide_lines(trainer):

@@ -281,7 +281,7 @@ def test_a_record_changes_no_bit_and_its_weights_are_the_gradients(tmp_path, opt
             )
             weights = torch.zeros(len(PROMPTS) * GROUP, width)
             weights[own["row"].to_numpy(), own["position"].to_numpy()] = torch.tensor(own["weight"].to_numpy())
-            (weights[inputs["row"]] / len(own) * logprobs).sum().backward()
+            (weights[inputs["drawn"]] / len(own) * logprobs).sum().backward()
         gradient = parameters_to_vector(weights.grad for weights in model.parameters())
         assert record["gradient"].norm() > 0
         assert (gradient - record["gradient"]).norm() < 1e-5 * record["gradient"].norm()
@@ -361,7 +361,7 @@ def test_a_record_of_rollouts_that_end_inside_a_step(tmp_path, per_generation, a
 
     run = tmp_path / "run"
     record = Record(run, groups=99)
-    record.microbatches.append({})  # of a run that was interrupted
+    record.rollout.microbatches.append({})  # of a run that was interrupted
     trainer = make_trainer(
         tmp_path,
         callbacks=[record],
