@@ -25,9 +25,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.errors import EngineError, RunFailed, Stopped, UserCodeError, UserCodeFailed
+from pspo.errors import EngineError, RunFailed, Stopped, UserCodeError, UserCodeFailed, user_frames, user_traceback
 from pspo.model import is_out_of_memory
-from pspo.tasks.failures import user_frames, user_traceback
 from pspo.terminal import one_line
 
 EXIT_FAILED = 1

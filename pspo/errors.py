@@ -1,4 +1,13 @@
-"""What may end a run; `pspo.endings` has the table of what is saved and said."""
+"""What may end a run, and errors of a user's code without our frames; `pspo.endings` says what is saved and said."""
+
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+_PACKAGES = [Path(__file__).parents[1] / name for name in ("pspo", "pspo_lab", "pspo_vllm", "pspo_bridge")]
+_FOLDERS = [*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), *_PACKAGES]
+_NOT_USER_CODE = (*(f"{folder}{os.sep}" for folder in _FOLDERS), "<frozen")  # prefixes of file names
 
 
 class Stopped(BaseException):
@@ -34,3 +43,26 @@ class SurrogateError(UserCodeError):
 
 class WorkerError(Exception):
     """An error in a worker process; its text is the traceback there."""
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Frames of an error's traceback that are neither pspo's, nor Python's, nor of an installed package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.startswith(_NOT_USER_CODE)]
+
+
+def user_traceback(error: BaseException) -> str:
+    """Format an error with the user's own frames alone, and the file and line where a library raised it."""
+    frames = user_frames(error)
+    if not frames and isinstance(error, UserCodeError | WorkerError | TimeoutError):
+        return str(error)
+    if not frames:
+        whole = "".join(traceback.format_exception(error)).rstrip()
+        return whole if isinstance(error, ValueError) else f"raised in no code of yours:\n{whole}"  # those say the fix
+    lines = ["Traceback (your code):\n", *traceback.format_list(frames)]
+    innermost = traceback.extract_tb(error.__traceback__)[-1]
+    if frames[-1] != innermost:
+        lines.append(f"  raised in {innermost.filename}, line {innermost.lineno}\n")
+    if error.__cause__ is not None:
+        lines.insert(0, f"{user_traceback(error.__cause__)}\n\nthe cause of:\n\n")
+    return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()

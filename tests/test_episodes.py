@@ -17,9 +17,8 @@ import torch
 import pspo.evaluate.__main__
 from examples.calculator import Calculator, calculate
 from pspo.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig
-from pspo.environments import EnvironmentSampler
-from pspo.environments.episodes import observation_ids
-from pspo.environments.tools import check_calls, parse_calls, write_calls
+from pspo.environments.episodes import EnvironmentSampler, observation_ids
+from pspo.environments.tools import call_reader, check_calls, write_calls
 from pspo.errors import RewardError, Stopped
 from pspo.files import read_jsonl
 from pspo.model import load_model_config, load_policy, load_tokenizer
@@ -246,7 +245,8 @@ def test_tools_are_called_in_the_templates_own_format(sampling):
     long = replace(sampling, max_completion_tokens=999)
     script = Script(tokenizer, deque([[f"{turn}|"] for turn in turns]))
     prompts = Prompts([Problem("What is 3 + 4?")], encode(tokenizer, [begin]))
-    sampler = EnvironmentSampler(script, ToolCalculator, tokenizer, load_model_config(ModelConfig()))
+    calls = check_calls(tokenizer, ToolCalculator)
+    sampler = EnvironmentSampler(script, ToolCalculator, tokenizer, load_model_config(ModelConfig()), calls)
     rollout = sampler.draw(prompts, 1, How(long))
     (row,) = rows_of(rollout)
     ids = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True)["input_ids"]
@@ -270,7 +270,7 @@ def test_tools_arrive_by_the_template_that_is_meant_for_them(tokenizer, sums):
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": QWEN3.read_text()}
     (ids,) = load_prompts(sums, tokenizer, "test", make_environment=ToolCalculator).ids
     assert '"name": "calculate"' in tokenizer.decode(ids)
-    assert parse_calls(tokenizer, CALL) == [("f", {"a": [1, "x"]})]
+    assert call_reader(tokenizer, []).read(CALL) == [("f", {"a": [1, "x"]})]
     observed = tokenizer.decode(observation_ids(tokenizer, "7", tokenizer.eos_token_id, "tool", ToolCalculator.tools))
     assert observed.startswith("\n<|im_start|>user\n<tool_response>\n7\n</tool_response>")
 
@@ -308,10 +308,10 @@ RESPONSES = {"start_anchor": "<|im_start|>assistant\n", "fields": {"tool_calls":
 def test_calls_are_read_in_the_templates_format(text, calls, responses):
     tokenizer = load_tokenizer(ModelConfig(), DataConfig(chat_template=str(QWEN3)))
     tokenizer.response_template = responses
-    assert parse_calls(tokenizer, text) == calls
+    assert call_reader(tokenizer, []).read(text) == calls
     tokenizer.chat_template = load_tokenizer(ModelConfig()).chat_template
     tokenizer.response_template = None
-    assert parse_calls(tokenizer, CALL) == []  # it writes none
+    assert call_reader(tokenizer, []).read(CALL) == []  # it writes none
 
 
 def search(query: str, limit: int, exact: bool = False, words: list = (), options: dict | None = None):
@@ -388,21 +388,21 @@ def template(begin, each, end):
 def test_calls_that_a_template_writes_are_read_back(tokenizer, family):
     """Of each family as they were put in, with their types; hostile texts in its form take no time."""
     tokenizer.chat_template = template(*FORMS[family])
-    check_calls(tokenizer, Searches)
+    reader = check_calls(tokenizer, Searches)
     for calls in (SEARCHES[:1], SEARCHES[1:], SEARCHES):
         text = write_calls(tokenizer, calls)
-        assert parse_calls(tokenizer, text, Searches.tools) == calls
-        assert parse_calls(tokenizer, f"<think>{text}</think>none", Searches.tools) == []
+        assert reader.read(text) == calls
+        assert reader.read(f"<think>{text}</think>none") == []
         if family in ("qwen3 coder", "glm 4.5"):  # line breaks between tags are a matter of taste
-            assert parse_calls(tokenizer, text.replace("\n", ""), Searches.tools) == calls
+            assert reader.read(text.replace("\n", "")) == calls
         for cut in range(len(text)):  # whatever is cut off, no call is made up
-            assert parse_calls(tokenizer, text[:cut], Searches.tools) in (calls, calls[:1], [])
+            assert reader.read(text[:cut]) in (calls, calls[:1], [])
     opening = text[: text.index("search")]
     start = time.process_time()
     for unit in (opening, f"{opening}search", text[: len(text) // 2], text.replace("}", ""), "[(", "(a=", "a(a='"):
         for n in (50_000 // len(unit), 1):
-            parse_calls(tokenizer, (unit * n) + "9" * 5_000, Searches.tools)
-            parse_calls(tokenizer, opening + "search(a=" + unit * n, Searches.tools)
+            reader.read((unit * n) + "9" * 5_000)
+            reader.read(opening + "search(a=" + unit * n)
     assert time.process_time() - start < 5
 
 
@@ -419,7 +419,7 @@ def test_arguments_of_pythonic_calls_are_literals(tokenizer, written, arguments)
     """Reported for other parsers: brackets and line breaks in texts, negative numbers."""
     tokenizer.chat_template = template(*FORMS["llama 4"])
     calls = [] if arguments is None else [("search", arguments)]
-    assert parse_calls(tokenizer, f"Well: <|python_start|>[search({written})]") == calls
+    assert call_reader(tokenizer, []).read(f"Well: <|python_start|>[search({written})]") == calls
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ observations out of the loss. Token ids go in and out: what the model drew is ne
 from __future__ import annotations
 
 import contextlib
-import reprlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,15 +16,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from pspo.environments.tools import CALL_ID, WORDS, parse_calls, tool_call
-from pspo.errors import RewardError
+from pspo.environments.tools import CALL_ID, WORDS, CallReader, tool_call
 from pspo.model.chat import encode, render_prompts, special_pattern
 from pspo.model.find import check_token_ids
 from pspo.rollout import How, Prompts, Rollout, Sampler, left_pad
 from pspo.rollout.sampler import completion_texts
 from pspo.tasks import Problem
 from pspo.tasks.environment import Environment, MakeEnvironment, open_environment, reset_environment
-from pspo.tasks.rewards import finite_number
+from pspo.tasks.scoring import finite_number
 
 MAX_TURNS = 4  # of the model, unless the environment has an attribute max_turns
 
@@ -57,6 +55,7 @@ class EnvironmentSampler:
     make_environment: MakeEnvironment
     tokenizer: PreTrainedTokenizerBase
     model_config: PretrainedConfig
+    calls: CallReader | None = None  # of the environment's tools, if it has any
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
         """Play ``group_size`` episodes of each problem, turn by turn; `Environment.reset` gave the encoded prompts."""
@@ -80,36 +79,39 @@ class EnvironmentSampler:
 
     def play_turn(self, episode: Episode, turns: Rollout, row: int, limit: int) -> bool:
         """Append a row of the turns drawn, and the observation; returns whether the model is to answer that."""
+        after = self.append_turn(episode, turns, row, limit)
+        observation = self.step(episode, is_ended=after is not None)
+        if observation is None:
+            return False
         environment = episode.environment
-        ids = turns.completion_ids[row][turns.completion_mask[row]].tolist()
-        text = turns.texts[row]
-        is_ended = bool(turns.terminated[row])
-        room = limit - len(episode.ids)
-        if len(ids) > room:  # another row had more
-            ids = ids[:room]
-            is_ended = False
-            (text,) = completion_texts(self.tokenizer, [episode.prompt_ids + episode.ids], [ids], stop_ids=())
-        episode.extend(ids, sampled=True)
-        episode.n_turns += 1
-        episode.text = text
-
-        calls = [parse_calls(self.tokenizer, text, environment.tools)] if hasattr(environment, "tools") else []
-        observation, reward, is_done = environment.step(text, *calls)
-        number = finite_number(reward)
-        if number is None:
-            what = f"{type(environment).__name__}.step returned {reprlib.repr(reward)} as reward"
-            raise RewardError(f"{what}; it must be a finite number")
-        episode.reward += number
-        episode.terminated = bool(is_done) and is_ended
-        if is_done or not is_ended or episode.n_turns >= getattr(environment, "max_turns", MAX_TURNS):
-            return False
-
         role = getattr(environment, "role", "user")
-        observed = observation_ids(self.tokenizer, observation, ids[-1], role, getattr(environment, "tools", None))
-        if len(episode.ids) + len(observed) >= limit:
+        ids = observation_ids(self.tokenizer, observation, after, role, getattr(environment, "tools", None))
+        if len(episode.ids) + len(ids) >= limit:
             return False
-        episode.extend(observed, sampled=False)
+        episode.extend(ids, sampled=False)
         return True
+
+    def append_turn(self, episode: Episode, turns: Rollout, row: int, limit: int) -> int | None:
+        """Append a row of the turns drawn, cut at the limit; returns the token that ended it, None if none did."""
+        ids = turns.completion_ids[row][turns.completion_mask[row]].tolist()
+        room = limit - len(episode.ids)
+        episode.text = turns.texts[row]
+        if len(ids) > room:  # another row had more
+            context = [episode.prompt_ids + episode.ids]
+            (episode.text,) = completion_texts(self.tokenizer, context, [ids[:room]], stop_ids=())
+        episode.extend(ids[:room], sampled=True)
+        episode.n_turns += 1
+        return ids[-1] if turns.terminated[row] and len(ids) <= room else None
+
+    def step(self, episode: Episode, is_ended: bool) -> str | None:
+        """The environment's observation of the last turn; None if the episode is over, by it or at a limit."""
+        environment = episode.environment
+        calls = [] if self.calls is None else [self.calls.read(episode.text)]
+        observation, reward, is_done = environment.step(episode.text, *calls)
+        episode.reward += finite_number(reward, f"{type(environment).__name__}.step, as its reward,")
+        episode.terminated = bool(is_done) and is_ended
+        is_last = episode.n_turns >= getattr(environment, "max_turns", MAX_TURNS)
+        return None if is_done or is_last or not is_ended else observation
 
 
 def text_after_turn(tokenizer: PreTrainedTokenizerBase, text: str, role: str, tools: list[Any] | None) -> str:

@@ -5,8 +5,8 @@
     tagged     <tool_call><function=f><parameter=a>1</parameter> ...            Qwen3-Coder, GLM 4.5, Nemotron 3
     pythonic   [f(a=1, b='x'), g()]                                             Llama 4, LFM2, Gemma
 
-The form of a template is the one that reads a known call back; `check_calls` refuses templates without one. A
-tokenizer's own response template goes before these. Reading takes time linear in the text and raises nothing.
+`call_reader` chooses what reads a known call back: the tokenizer's response template, and one of these forms.
+`check_calls` refuses tokenizers without either. Reading takes time linear in the text and raises nothing.
 """
 
 import ast
@@ -16,7 +16,8 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -37,7 +38,7 @@ ARG_KEY = rf"\s*+(?:<arg_key>{KEY}</arg_key>\s*+<arg_value>(?P<value>.*?)</arg_v
 WORDS = "\ufdd2"  # of the model; also itself in JSON
 PROBE = ("a_tool", {"an_argument": "a_value", "another_one": "other_value"})
 JSON_WORDS = {"true": True, "false": False, "null": None}
-NOT_PYTHON = (ValueError, SyntaxError, AttributeError, TypeError, RecursionError, MemoryError)
+UNREADABLE = (ValueError, LookupError, SyntaxError, AttributeError, TypeError, RecursionError, MemoryError)
 FAMILIES = {  # by what their templates write
     "<|channel|>": "gpt-oss", "<|tool_call>": "Gemma 4", "<start_function_call>": "FunctionGemma",
     "<|tool_calls_section_begin|>": "Kimi K2", "｜DSML｜": "DeepSeek V3.2", "<｜tool▁call▁begin｜>": "DeepSeek V3",
@@ -81,7 +82,7 @@ def read_tagged(argument: str, head: re.Match, schemas: Schemas) -> tuple[list[A
             return [{"name": head["tool"], "arguments": arguments}], end
         value = match["value"]
         if not takes_text(schemas.get(head["tool"], {}).get(match["key"], {})):
-            with contextlib.suppress(*NOT_PYTHON):
+            with contextlib.suppress(*UNREADABLE):
                 value = ast.literal_eval(JsonWords().visit(ast.parse(value.strip(), mode="eval")))
         arguments[match["key"]] = value
     return [], end
@@ -93,11 +94,11 @@ def read_pythonic(head: re.Match, schemas: Schemas) -> tuple[list[Any], int]:
     source = text[head.start() : text.rfind("]") + 1]
     nodes = []
     for written in (source, source.replace("\n", "\\n")):  # some templates write line breaks of texts as they are
-        with warnings.catch_warnings(action="ignore"), contextlib.suppress(*NOT_PYTHON):  # of unknown escapes
+        with warnings.catch_warnings(action="ignore"), contextlib.suppress(*UNREADABLE):  # of unknown escapes
             nodes = nodes or ast.parse(written, mode="eval").body.elts
     calls = []
     for node in nodes:
-        with contextlib.suppress(*NOT_PYTHON):
+        with contextlib.suppress(*UNREADABLE):
             arguments = {each.arg: ast.literal_eval(JsonWords().visit(each.value)) for each in node.keywords}
             if not node.args:
                 calls.append({"name": ast.unparse(node.func), "arguments": arguments})
@@ -146,15 +147,25 @@ def object_calls(value: Any, key: str) -> list[Call]:
     return [(value["name"], arguments)] if is_call else []
 
 
-def parse_calls(tokenizer: PreTrainedTokenizerBase, text: str, tools: list[Any] | None = None) -> list[Call]:
-    """The calls in a turn of the model, after its thoughts; what is no call in the template's form is skipped."""
-    text = after_thoughts(text)
-    try:  # the tokenizer's own response template, which refuses a turn with one bad call, or is not there
-        objects = tokenizer.parse_response(text, prefix="", tools=tools)["tool_calls"]
-        return [call for each in objects for call in object_calls(each, "arguments")]
-    except Exception:
-        form = call_form(tokenizer, str(tokenizer.chat_template))
-        return [] if form is None else read_calls(text, form, argument_schemas(tools))
+@dataclass(frozen=True)
+class CallReader:
+    """Reads the calls in turns of the model."""
+
+    tokenizer: PreTrainedTokenizerBase
+    tools: list[Any]
+    schemas: Schemas  # of the tools' arguments
+    form: Form | None  # of the chat template
+    by_responses: bool  # first by the tokenizer's response template
+
+    def read(self, text: str) -> list[Call]:
+        """The calls in a turn, after its thoughts; what is no call is skipped."""
+        text = after_thoughts(text)
+        if self.by_responses:
+            with contextlib.suppress(*UNREADABLE):  # it refuses a turn with one bad call
+                message = self.tokenizer.parse_response(text, prefix="", tools=self.tools)
+                calls = message.get("tool_calls") or []
+                return [call for each in calls for call in object_calls(each, "arguments")]
+        return [] if self.form is None else read_calls(text, self.form, self.schemas)
 
 
 def argument_schemas(tools: list[Any] | None) -> Schemas:
@@ -196,33 +207,40 @@ def write_calls(tokenizer: PreTrainedTokenizerBase, calls: list[Call]) -> str:
     raise first_error or ValueError("it writes no calls")
 
 
-@lru_cache(maxsize=1)
-def call_form(tokenizer: PreTrainedTokenizerBase, template: str) -> Form | None:
-    """The form of calls in the tokenizer's chat template, this text; None if it is none of those that are read."""
+def call_reader(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) -> CallReader:
+    """The reader of calls as the tokenizer's chat template writes them; it reads none if that form is not known."""
     try:
         written = write_calls(tokenizer, [PROBE])
     except Exception:  # a template is a program that comes with the model
-        return None
+        written = ""
     opening = written.partition("{")[0].rstrip("[ \n").split()[-1:]
     head = re.escape(opening[0]) if opening else r"\A\s*+(?:<\|python_tag\|>)?"  # Llama 3.1's token, in no template
     objects = (Form(head, read_objects, key) for key in ("arguments", "parameters"))
-    return next((form for form in (*objects, *FORMS) if read_calls(written, form, {}) == [PROBE]), None)
+    form = next((form for form in (*objects, *FORMS) if read_calls(written, form, {}) == [PROBE]), None)
+    reader = CallReader(tokenizer, tools, argument_schemas(tools), None, by_responses=True)
+    return replace(reader, form=form, by_responses=reader.read(written) == [PROBE])
 
 
-def check_calls(tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment) -> None:
-    """ValueError unless calls of the environment's tools that the chat template writes are read as they were put in."""
+def check_calls(tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment) -> CallReader | None:
+    """The reader of calls of the environment's tools, None if it has none.
+
+    ValueError unless it reads calls of these tools, as the chat template writes them, as they were put in.
+    """
     with contextlib.ExitStack() as stack:
-        tools = getattr(open_environment(make_environment, stack), "tools", None)
+        environment = open_environment(make_environment, stack)
+        if not hasattr(environment, "tools"):
+            return None
+        reader = call_reader(tokenizer, environment.tools)
     samples = {"integer": 7, "number": 1.5, "boolean": True, "array": ["x", 1], "object": {"k": "x"}}
     calls = []
-    for name, schemas in argument_schemas(tools).items():
+    for name, schemas in reader.schemas.items():
         values = {key: samples.get(str(schema.get("type")), '7 "é"\nx') for key, schema in schemas.items()}
         calls.append((name, values))
     for several in filter(None, (*([call] for call in calls), calls + calls[:1])):
         try:
             text = write_calls(tokenizer, several)
             reason = f"it writes {text!r:.200}"
-            is_read = parse_calls(tokenizer, text, tools) == several
+            is_read = reader.read(text) == several
         except Exception as error:  # a template is a program that comes with the model
             reason = f"it fails: {error}"
             is_read = len(several) > 1  # Llama 3.1's allows one call
@@ -231,3 +249,4 @@ def check_calls(tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnviro
             family = next((f" ({family}'s)" for mark, family in FAMILIES.items() if mark in template), "")
             fix = "use a tokenizer with a response template, another --data.chat_template, or no tools"
             raise ValueError(f"tool calls of the chat template{family} cannot be read back; {reason}: {fix}")
+    return reader

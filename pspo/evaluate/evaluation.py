@@ -13,9 +13,8 @@ from pspo.endings import fail_together
 from pspo.evaluate.statistics import ESTIMATES, Record, at_k, by_problem, estimates, measures
 from pspo.rollout import How, Prompts, Sampler
 from pspo.tasks import Problem, contains_answer, is_correct, matches_format
-from pspo.tasks.failures import show_failures
 from pspo.tasks.files import plain
-from pspo.tasks.rewards import judges
+from pspo.tasks.scoring import judges, show_failures
 from pspo.terminal import Bar
 
 SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with nearby seeds do not meet

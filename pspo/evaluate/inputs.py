@@ -5,7 +5,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo.config import EvalConfig, EvaluateConfig, RolloutConfig, TrainConfig
-from pspo.environments import EnvironmentSampler, check_calls
+from pspo.environments import CallReader, EnvironmentSampler, check_calls
 from pspo.model import load_tokenizer
 from pspo.model.find import check_token_ids, load_model_config, room_for_prompts, token_ids
 from pspo.rollout import Prompts, Sampler, load_prompts
@@ -18,12 +18,13 @@ class Inputs(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     make_environment: MakeEnvironment | None
     prompts: dict[str, Prompts]  # by split
+    calls: CallReader | None
 
     def in_episodes(self, sampler: Sampler, policy: PreTrainedModel) -> Sampler:
         """The sampler, or what plays the environment's episodes by it."""
         if self.make_environment is None:
             return sampler
-        return EnvironmentSampler(sampler, self.make_environment, self.tokenizer, policy.config)
+        return EnvironmentSampler(sampler, self.make_environment, self.tokenizer, policy.config, self.calls)
 
 
 def load_inputs(
@@ -41,6 +42,5 @@ def load_inputs(
         prompts[split] = load_prompts(config.data, tokenizer, split, limit, room, make_environment)
         check_token_ids(model_config, tokenizer, prompts[split].ids)
         check_rewards(config.reward.functions, prompts[split].problems)
-    if make_environment is not None:
-        check_calls(tokenizer, make_environment)
-    return Inputs(tokenizer, make_environment, prompts)
+    calls = None if make_environment is None else check_calls(tokenizer, make_environment)
+    return Inputs(tokenizer, make_environment, prompts, calls)

@@ -27,7 +27,7 @@ from pspo.rollout.engine import EngineSampler
 from pspo.rollout.prompts import Prompts, PromptStream
 from pspo.rollout.sampler import How, Sampler
 from pspo.rollout.types import Experience, Rollout, join
-from pspo.tasks.failures import show_failures
+from pspo.tasks.scoring import show_failures
 
 
 @dataclass

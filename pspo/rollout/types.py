@@ -15,7 +15,7 @@ from pspo.config import AlgorithmConfig, Decoder, RewardConfig
 from pspo.losses import LossInputs
 from pspo.model import Targets, to_device, token_logprobs, unflatten
 from pspo.tasks import Problem, total_rewards
-from pspo.tasks.rewards import Scores
+from pspo.tasks.scoring import Scores
 
 
 def cat_padded(parts: Sequence[Tensor], value: float = 0, side: str = "right") -> Tensor:

@@ -3,5 +3,5 @@
 from pspo.tasks.answers import after_thoughts, contains_answer, extract_answer, extract_text, is_correct, matches_format
 from pspo.tasks.datasets import load_problems
 from pspo.tasks.problem import Problem
-from pspo.tasks.rewards import FormatReward, MathReward, Reward, Scores, check_rewards, math_reward, total_rewards
-from pspo.tasks.verifiers import ExactMatch, MathVerifyReward, SoftOverlong
+from pspo.tasks.rewards import ExactMatch, FormatReward, MathReward, MathVerifyReward, Reward, SoftOverlong, math_reward
+from pspo.tasks.scoring import Scores, check_rewards, total_rewards

@@ -232,7 +232,8 @@ def load_problems(
 ) -> list[Problem]:
     """Load the problems of one split that have an answer of the kind asked for; print how many were left out, if any.
 
-    Train, a validation split made of it, and both of a mixture are shuffled by the seed. Parameters are
+    All have the same fields, None where a source or a record lacks one. Train, a validation split made of it, and both
+    of a mixture are shuffled by the seed. Parameters are
     `pspo.config.DataConfig`'s. ``path`` of a mixture has one folder per source; ``limit`` draws of a test by the seed.
     """
     if split not in SPLITS:
@@ -258,4 +259,7 @@ def load_problems(
     if split == "test" and limit and limit < len(problems):
         sample = random.Random(seed).sample(range(len(problems)), limit)
         problems = [problems[i] for i in sorted(sample)]
-    return problems[:limit]
+    problems = problems[:limit]
+    names = dict.fromkeys(name for problem in problems for name in problem.fields)
+    missing = [{name: None for name in names if name not in problem.fields} for problem in problems]
+    return [replace(problem, fields=problem.fields | gaps) for problem, gaps in zip(problems, missing, strict=True)]

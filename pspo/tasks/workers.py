@@ -18,9 +18,8 @@ from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from pspo.errors import WorkerError
+from pspo.errors import WorkerError, user_traceback
 from pspo.signals import end_with_parent, replace_handlers
-from pspo.tasks.failures import user_traceback
 
 
 def start_python(module: str, *arguments: int, **variables: str) -> tuple[subprocess.Popen, Connection]:

@@ -1,0 +1,255 @@
+"""Score completions: call reward functions with the inputs that their parameters name, and sum up what they return."""
+
+import asyncio
+import inspect
+import itertools
+import math
+import reprlib
+import sys
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from functools import cache
+from numbers import Real
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, Protocol
+
+from tqdm import tqdm
+
+from pspo.errors import RewardError, user_traceback
+from pspo.tasks.problem import Problem
+from pspo.tasks.rewards import Reward
+from pspo.tasks.workers import worker_pool
+
+ATTRIBUTES = ("answer", "source", "category", "level", "solution")  # of `Problem`, that rewards may ask for by name
+LARGEST = 1e15  # of a reward: advantages are float32, whose largest number is 3.4e38, and some square rewards
+
+OnError = Literal["raise", "none"]
+Columns = dict[str, list[Any]]  # what rewards log, by name
+
+
+class Scoring(Protocol):
+    """What `pspo.config.RewardConfig` says of the functions to call, and of how to call them."""
+
+    functions: list[Callable[..., Any]]
+    weights: list[float] | None
+    timeout: float
+    on_error: OnError
+    workers: int
+
+
+class Result(NamedTuple):
+    """Of one call of a reward."""
+
+    values: list[float | None]
+    logged: Columns
+
+
+class Scores(NamedTuple):
+    """Rewards of n completions, NaN for none; of two functions or columns of one name the second is `name_2`."""
+
+    totals: list[float]  # n weighted sums
+    by_function: dict[str, list[float]]  # n values of each
+    logged: Columns  # n values of each, None for what a function did not log
+    failures: dict[str, Exception]  # the first of each function, under on_error "none"
+
+
+def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Everything that rewards may ask for, by name; ``inputs`` override columns of the data of the same name."""
+    problems = inputs["problems"]
+    derived: dict[str, Any] = {"prompts": [problem.prompt for problem in problems]}
+    for name in dict.fromkeys(name for problem in problems for name in problem.fields):
+        derived[name] = [problem.fields.get(name) for problem in problems]
+    for name in ATTRIBUTES:  # of the sources of a mixture, some have such a column
+        values = [problem.fields.get(name) for problem in problems]
+        derived[name] = [getattr(p, name) if v is None else v for p, v in zip(problems, values, strict=True)]
+    derived["trainer_state"] = SimpleNamespace(global_step=inputs.get("step", 0))
+    return derived | {"log_metric": None, "log_extra": None} | inputs  # `call_reward` makes these two
+
+
+def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """Those of `all_inputs` that a function's signature names; one that is no `Reward` gets chats, as TRL's do."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments = {name: value for name, value in inputs.items() if takes_all or name in parameters}
+    if "completions" in arguments and not isinstance(function, Reward):
+        arguments["completions"] = [
+            [{"role": "assistant", "content": text}] if isinstance(problem.prompt, list) else text
+            for text, problem in zip(inputs["completions"], inputs["problems"], strict=True)
+        ]
+    return arguments
+
+
+def judges(functions: Sequence[Callable[..., Any]], answer: Any) -> bool:
+    """True if a reward compares with the gold answer; a user's function that asks for it does, if it is a number."""
+    if any(isinstance(function, Reward) and function.compares_answers for function in functions):
+        return answer is not None
+    is_number = isinstance(answer, int | Fraction)
+    return is_number and any("answer" in inspect.signature(function).parameters for function in functions)
+
+
+def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Problem]) -> None:
+    """Raise RewardError if a reward asks for something that there is not, or cannot score these problems' answers."""
+    inputs: dict[str, Any] = {"completions": [""], "completion_ids": [[]], "problems": problems[:1]}
+    inputs |= dict.fromkeys(("completion_tokens", "truncated", "step", "max_completion_tokens"))
+    inputs = all_inputs(inputs)
+    for function in functions:
+        if isinstance(function, Reward):
+            function.check_problems(problems)
+        try:
+            inspect.signature(function).bind(**reward_arguments(function, inputs))
+        except TypeError as error:
+            names = ", ".join(sorted(inputs))
+            raise RewardError(f"reward {reward_name(function)}: {error}; there is only {names}") from error
+
+
+def reward_name(function: Callable[..., Any]) -> str:
+    """Name of a reward in metrics and messages: the function's, or the object's class."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+@cache
+def async_runner() -> tuple[ThreadPoolExecutor, asyncio.Runner]:
+    """A thread, and the one event loop of this process's async rewards: a module's semaphores and clients last."""
+    return ThreadPoolExecutor(1, "async rewards"), asyncio.Runner()
+
+
+def python_value(value: Any) -> Any:
+    """A value of numpy or torch as Python's; others, and those of several numbers, as they are."""
+    try:
+        return value.item()
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return value
+
+
+def finite_number(value: Any, giver: str) -> float:
+    """A number, of numpy or torch too, as a float; RewardError, naming who returned it, unless it is finite."""
+    number = python_value(value)
+    if not isinstance(number, Real) or not abs(number) <= LARGEST:
+        raise RewardError(f"{giver} returned {reprlib.repr(value)}; it must be a number up to {LARGEST:g}")
+    return float(number)
+
+
+def plain_value(value: Any) -> str | float | bool | None:
+    """A value that a checkpoint and a table hold; any other is its text."""
+    value = python_value(value)
+    is_plain = type(value) in (str, float, bool, type(None)) or (type(value) is int and abs(value) <= LARGEST)
+    return value if is_plain else str(value)
+
+
+def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
+    """Values of n completions, and what the function logs; RewardError unless there are n finite numbers or None."""
+    name = f"reward {reward_name(function)}"
+    columns: Columns = {}
+    loggers = {
+        "log_metric": lambda key, value: columns.update({str(key): [float(value)] * n}),
+        "log_extra": lambda key, column: columns.update({str(key): [plain_value(value) for value in column]}),
+    }
+    arguments = arguments | {key: logger for key, logger in loggers.items() if key in arguments}
+    try:
+        values = function(**arguments)
+        if inspect.iscoroutine(values):
+            thread, runner = async_runner()
+            values = thread.submit(runner.run, values).result()
+    except SystemExit as error:
+        async_runner.cache_clear()  # the loop that was left still holds it
+        raise RewardError(f"{name} called sys.exit({error.code!r})") from error
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, list | tuple):
+        raise RewardError(f"{name} returned {reprlib.repr(values)}; it must return a list of numbers")
+    for what, column in [("returned", values), *columns.items()]:
+        if len(column) != n:
+            raise RewardError(f"{name}: {what}: {len(column)} values for {n} completions")
+    pairs = enumerate(values)
+    return Result([None if v is None else finite_number(v, f"{name} for completion {i}") for i, v in pairs], columns)
+
+
+def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result | Exception:
+    """`call_reward`; what it raises in place of its result."""
+    try:
+        return call_reward(function, arguments, n)
+    except Exception as error:  # a user's code may raise anything
+        return error
+
+
+def reward_values(
+    function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
+) -> tuple[Result, Exception | None]:
+    """A reward of n completions, and the first error under on_error "none": a group whose call fails is unknown (NaN).
+
+    Worker processes get a group at a time. Without them it is called once, and if that fails, group by group.
+    """
+    in_workers = scoring.workers > 0 or scoring.timeout > 0  # what hangs can be killed in a process of its own only
+    for size in [group_size] if in_workers else [n, group_size]:
+        calls = []
+        for start in range(0, n, size):  # what is no list is for all
+            rows = {key: v[start : start + size] if isinstance(v, list) else v for key, v in arguments.items()}
+            calls.append((function, rows, size))
+        if in_workers:
+            results = worker_pool(max(scoring.workers, 1)).map(call_reward, calls, scoring.timeout)
+        else:
+            results = [attempt_reward(*call) for call in calls]
+        error = next((result for result in results if isinstance(result, Exception)), None)
+        if error is None:
+            break
+        if scoring.on_error == "raise":
+            is_late = in_workers and isinstance(error, TimeoutError)
+            raise TimeoutError(f"reward {reward_name(function)} {error}") if is_late else error
+    whole = Result([math.nan] * n, {})
+    for start, result in zip(range(0, n, size), results, strict=True):
+        if isinstance(result, Result):
+            whole.values[start : start + size] = result.values
+            for key, column in result.logged.items():
+                whole.logged.setdefault(key, [None] * n)[start : start + size] = column
+    return whole, error
+
+
+def unique_name(name: str, taken: Collection[str]) -> str:
+    names = itertools.chain([name], (f"{name}_{n}" for n in itertools.count(2)))
+    return next(name for name in names if name not in taken)
+
+
+def total_rewards(
+    scoring: Scoring,
+    completions: list[str],
+    problems: list[Problem],
+    environment_rewards: list[float] | None = None,
+    group_size: int = 1,
+    **inputs: Any,
+) -> Scores:
+    """Score completions by a weighted sum of functions.
+
+    Completions of one prompt are ``group_size`` neighbours: one call of a function that may fail. Values of
+    ``environment_rewards`` are one more function's; ``inputs`` is what else functions may ask for by name.
+    """
+    inputs = all_inputs({"completions": completions, "problems": problems} | inputs)
+    weights = list(scoring.weights or [1.0] * len(scoring.functions))
+    values: dict[str, list[float | None]] = {}  # by function
+    logged: Columns = {}
+    failures: dict[str, Exception] = {}
+    for function in scoring.functions:
+        name = unique_name(reward_name(function), values)
+        result, error = reward_values(function, reward_arguments(function, inputs), len(problems), group_size, scoring)
+        values[name] = result.values
+        logged |= {unique_name(key, logged): column for key, column in result.logged.items()}
+        if error is not None:
+            failures[name] = error
+    if environment_rewards is not None:
+        values[unique_name("environment", values)] = environment_rewards
+        weights.append(1.0)
+    totals = []
+    for row in range(len(completions)):
+        pairs = zip(weights, values.values(), strict=True)
+        terms = [weight * column[row] for weight, column in pairs if column[row] is not None]
+        totals.append(sum(terms, 0.0) if terms or not values else math.nan)  # 0 in a distillation without rewards
+    by_function = {name: [math.nan if v is None else v for v in column] for name, column in values.items()}
+    return Scores(totals, by_function, logged, failures)
+
+
+def show_failures(failures: dict[str, Exception], shown: dict[str, str]) -> None:
+    """Show failures of rewards that are not in ``shown`` on stderr; ``shown`` gets each in one line."""
+    for name, error in failures.items():
+        if name not in shown:
+            shown[name] = traceback.format_exception_only(error)[-1].strip()
+            tqdm.write(f"reward {name} failed (shown once):\n{user_traceback(error)}", file=sys.stderr)
