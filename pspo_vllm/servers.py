@@ -9,8 +9,9 @@ from __future__ import annotations
 import secrets
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.pool import ThreadPool
+from multiprocessing.pool import ApplyResult, ThreadPool
 from typing import Any
 
 import requests
@@ -24,25 +25,23 @@ from pspo.config import TrainConfig
 from pspo.model.find import resolve_adapters
 from pspo.rollout import Sampling
 from pspo.rollout.engine import EngineError
-from pspo_vllm.vllm import TESTED, Row, pad_rows, sampling_params, tolerance, weights_of_files
+from pspo_vllm.vllm import TESTED, TOLERANCES, Row, engine_dtype, pad_rows, sampling_params, weights_of_files
 
 CHUNK_BYTES = 2**26  # of weights in one request
 SECONDS_TO_CONNECT = 10.0
 
 
+@dataclass
 class Servers:
-    """Engine of all ranks: vLLM servers, started by ``pspo serve``. If one of them fails, it fails.
+    """Engine of all ranks: vLLM servers, started by ``pspo serve``. If one of them fails, it fails."""
 
-    Args:
-        urls: the servers' addresses, such as [http://a:8000]
-        timeout: seconds to wait for an answer; the other ranks wait 600 for this one
-    """
-
-    def __init__(self, urls: list[str], timeout: float = 300.0) -> None:
-        self.urls = urls
-        self.timeout = timeout
-        self.version = ""  # of the weights that were pushed last; no other process's have it
-        self.threads: ThreadPool | None = None
+    urls: list[str]  # the servers' addresses, such as [http://a:8000]
+    timeout: float = 300.0  # seconds to wait for an answer; the other ranks wait 600 for this one
+    run_name: str = field(default="", init=False)  # begins the versions of this run's weights
+    version: str = field(default="", init=False)  # of the weights that were pushed last; no other process's have it
+    tolerance: float | None = field(default=None, init=False)  # this and the next, once it is started
+    threads: ThreadPool | None = field(default=None, init=False)
+    pending: list[ApplyResult] = field(default_factory=list, init=False)  # completions, by prompt
 
     def check(self) -> None:
         """Raise ValueError unless every server answers, and runs a version of vLLM that this file was tested with."""
@@ -58,7 +57,7 @@ class Servers:
 
     def start(self, config: TrainConfig, max_tokens: int, device: torch.device) -> None:
         """Name this run's weights; the servers run already."""
-        self.tolerance = tolerance(resolve_adapters(config.model), device)
+        self.tolerance = TOLERANCES[engine_dtype(resolve_adapters(config.model), device)]
         self.run_name = dist.run_on_main(lambda: secrets.token_hex(4))
         self.threads = ThreadPool(256)  # none of which keeps a process that ends
 

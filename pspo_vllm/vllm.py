@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,20 +41,20 @@ VLLM_VARIABLES = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler takes log-probs before the temperature
 }
 
+TOLERANCES = {torch.float32: 0.003, torch.bfloat16: 0.03}  # `Engine.tolerance` by `engine_dtype`, in nats
 Row = tuple[list[int], list[float]]  # token ids of a completion, and their log-probs
 
 
+@dataclass
 class VLLM:
-    """Engine of one rank, in a process of its own on the rank's GPU or the CPU.
+    """Engine of one rank, in a process of its own on the rank's GPU or the CPU."""
 
-    Args:
-        memory: share of the GPU's memory for the engine's weights and cache
-    """
-
-    def __init__(self, memory: float = 0.3) -> None:
-        self.memory = memory
-        self.version: int | None = None
-        self.process: Any = None
+    memory: float = 0.3  # share of the GPU's memory for the engine's weights and cache
+    version: int | None = field(default=None, init=False)  # of the weights that it has
+    tolerance: float | None = field(default=None, init=False)  # this and what follows, once it is started
+    process: subprocess.Popen | None = field(default=None, init=False)
+    connection: Connection | None = field(default=None, init=False)
+    folder: tempfile.TemporaryDirectory | None = field(default=None, init=False)
 
     def check(self) -> None:
         require_vllm()
@@ -62,7 +64,7 @@ class VLLM:
         model = resolve_adapters(config.model)
         options = vllm_options(model, device, max_tokens, config.rollout.max_rows or MAX_ROWS)
         options["gpu_memory_utilization"] = self.memory
-        self.tolerance = tolerance(model, device)
+        self.tolerance = TOLERANCES[engine_dtype(model, device)]
         self.folder = tempfile.TemporaryDirectory(prefix="pspo-vllm-")  # vLLM leaves files of its own behind
         environment = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "TMPDIR": self.folder.name}
         self.process, self.connection = start_python(__name__, **environment)
@@ -105,7 +107,8 @@ class VLLM:
         try:
             self.connection.send(message)
         except OSError:
-            self.receive()  # raises what has ended the process
+            while True:  # over answers that nobody waits for, to what has ended the process
+                self.receive()
 
     def receive(self) -> Any:
         """The process's answer; raises EngineError if it has failed."""
@@ -146,11 +149,6 @@ def vllm_options(model: ModelConfig, device: torch.device, max_tokens: int, max_
 def engine_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype that the engine computes in: that of the policy's forward passes."""
     return torch.bfloat16 if casts_to_bf16(model.autocast, device) else weights_dtype(model, device)
-
-
-def tolerance(model: ModelConfig, device: torch.device) -> float:
-    """`Engine.tolerance` of vLLM, in nats."""
-    return 0.03 if engine_dtype(model, device).itemsize == 2 else 0.003
 
 
 @torch.no_grad()

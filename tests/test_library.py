@@ -271,6 +271,8 @@ def test_a_section_may_be_replaced_after_the_configuration_is_made():
         drawn = replace(config, rollout=engine)
         assert [type(term) for term in drawn.loss_terms] == [SamplerCorrection]
         assert replace(drawn, rollout=config.rollout).loss_terms == []
+        for changed in ({"environment": "my.Game"}, {"lag": 1}):  # ratios are to the policy's or the engine's log-probs
+            assert replace(drawn, rollout=replace(engine, **changed)).loss_terms == []
         assert replace(drawn, algorithm=AlgorithmConfig(correction="none")).loss_terms == []
         later = replace(drawn, algorithm=replace(drawn.algorithm, beta=0.1))
         assert later.correction == "token_truncate"

@@ -1,6 +1,6 @@
 """Engines in runs: what is refused, what they draw ahead, and what their deaths cost. With an engine of one's own."""
 
-from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -9,11 +9,12 @@ from engines import CPU, Copy, train
 from processes import before, one_layer
 
 import pspo.train
-from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, TrainConfig
+from pspo.config import ModelConfig
 from pspo.files import read_jsonl
 from pspo.model import load_policy, token_logprobs
 from pspo.rollout.engine import EngineError
 from pspo.run.checkpointer import load_states
+from pspo_vllm.vllm import VLLM
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -55,12 +56,10 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(capsys):
     assert "the engine failed: its process has died" in capsys.readouterr().err
 
 
-def test_corrections_are_on_with_an_engine():
-    engine = RolloutConfig(engine="pspo_vllm.VLLM")
-    late = replace(engine, lag=1)
-    proximal = AlgorithmConfig(ratio_to="proximal")
-    corrected = [TrainConfig(rollout=engine), TrainConfig(rollout=late, algorithm=proximal)]
-    assert {config.correction for config in corrected} == {"token_truncate"}
-    played = replace(engine, environment="examples.calculator.Calculator")
-    others = [TrainConfig(), TrainConfig(rollout=played), TrainConfig(rollout=late)]  # late ratios are to its log-probs
-    assert {config.correction for config in others} == {"none"}
+def test_an_answer_that_nobody_awaits_hides_no_death():
+    engine = VLLM()
+    engine.connection, other_end = Pipe()
+    other_end.send("an answer")
+    other_end.close()
+    with pytest.raises(EngineError, match="its process has died"):
+        engine.send("push")
