@@ -22,7 +22,7 @@ from pspo.model.find import check_token_ids
 from pspo.rollout import How, Prompts, Rollout, Sampler, left_pad
 from pspo.rollout.sampler import completion_texts
 from pspo.tasks import Problem
-from pspo.tasks.environment import Environment, MakeEnvironment, open_environment, reset_environment
+from pspo.tasks.problem import Environment, MakeEnvironment, open_environment, reset_environment
 from pspo.tasks.scoring import finite_number
 
 MAX_TURNS = 4  # of the model, unless the environment has an attribute max_turns

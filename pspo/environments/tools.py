@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from pspo.tasks.answers import after_thoughts
-from pspo.tasks.environment import MakeEnvironment, open_environment
+from pspo.tasks.problem import MakeEnvironment, open_environment
 
 Call = tuple[str, dict[str, Any]]  # a tool's name, and its arguments
 Schemas = dict[str, dict[str, Any]]  # JSON schemas of arguments, by tool and argument

@@ -11,7 +11,7 @@ from pspo.model.find import check_token_ids, load_model_config, room_for_prompts
 from pspo.rollout import Prompts, Sampler, load_prompts
 from pspo.rollout.prompts import completion_columns
 from pspo.tasks import check_rewards
-from pspo.tasks.environment import MakeEnvironment, load_class
+from pspo.tasks.problem import MakeEnvironment, load_class
 
 
 class Inputs(NamedTuple):

@@ -17,7 +17,7 @@ from pspo.rollout.drawing import random_numbers
 from pspo.rollout.prompts import Prompts, completion_columns
 from pspo.rollout.sampler import How, PolicySampler, left_pad, make_rollout
 from pspo.rollout.types import Completions, Rollout, Sampling
-from pspo.tasks.environment import load_class
+from pspo.tasks.problem import load_class
 
 
 class Engine(Protocol):

@@ -15,8 +15,7 @@ from pspo import distributed as dist
 from pspo.config import DataConfig, TrainConfig
 from pspo.model.chat import encode, render_prompts, special_pattern
 from pspo.tasks import Problem, load_problems
-from pspo.tasks.environment import MakeEnvironment, make_prompts
-from pspo.tasks.problem import SYSTEM_PROMPT, Messages
+from pspo.tasks.problem import SYSTEM_PROMPT, MakeEnvironment, Messages, make_prompts
 
 
 @dataclass(frozen=True)

@@ -132,14 +132,12 @@ def _prose(text: str) -> str:
 
 
 def find_numbers(text: str) -> Iterator[Number]:
-    """Yield the numbers of the text from left to right, each spelling once."""
-    seen = set()
-    for match in _NUMBER.finditer(text):
-        if match.group() not in seen:
-            seen.add(match.group())
-            number = _read(match)
-            if number is not None:
-                yield number
+    """Yield the numbers of the text from right to left, each spelling once."""
+    starts = {match.group(): match.start() for match in _NUMBER.finditer(text)}  # the last of each spelling
+    for start in sorted(starts.values(), reverse=True):
+        number = _read(_NUMBER.match(text, start))
+        if number is not None:
+            yield number
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -193,12 +191,8 @@ def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
         has_number, value = _read_line(line.strip())
         if has_number:
             return None if value is None else Fraction(value)
-    starts = {match.group(): match.start() for match in _NUMBER.finditer(text)}  # the last of each spelling
-    for start in sorted(starts.values(), reverse=True):
-        number = _read(_NUMBER.match(text, start))
-        if number is not None:
-            return Fraction(number)
-    return None
+    last = next(find_numbers(text), None)
+    return None if last is None else Fraction(last)
 
 
 def matches_format(completion: str, marker: Marker = "last") -> bool:

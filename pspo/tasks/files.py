@@ -1,6 +1,6 @@
 """Readers of local files, compressed or not: JSON lines, JSON, CSV, parquet, arrow and ASDiv's XML, as rows.
 
-Not by `datasets`, because gold answers keep their decimal digits: 0.1 in a JSON file is Decimal("0.1").
+Not by `datasets`, because gold answers keep their decimal digits: 0.1 in a JSON file is the text `0.1`.
 """
 
 import csv
@@ -8,10 +8,11 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,13 @@ import numpy as np
 from pspo.tasks.problem import Messages, check_chat, check_unicode
 
 Record = dict[str, Any]  # of a file or data set of the hub: values by column
+BLANKS = re.compile(r"\s*+")
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")  # that pyarrow reads
-DAMAGE = (ValueError, InvalidOperation, NotImplementedError, OSError, RecursionError, csv.Error, ElementTree.ParseError)
+DAMAGE = (ValueError, NotImplementedError, OSError, RecursionError, csv.Error, ElementTree.ParseError)
+
+
+class WrittenNumber(str):
+    """A number with a decimal point or exponent of a JSON file, as it is written: `1e3`."""
 
 
 def local_path(path: str | Path) -> Path:
@@ -55,11 +61,11 @@ def read_prompt(record: Record, columns: Sequence[str]) -> str | Messages:
         raise ValueError(f"column {columns[0]!r} has an <image>, which is not read: leave out such records")
     if isinstance(value, list):
         check_chat(value)
-        return without_gaps(value)
+        return without_gaps(plain(value))
     text = " ".join([column_text(record, column) for column in columns])
     if not text:
         raise ValueError(f"column {columns[0]!r} is empty; fill in or remove this record")
-    return value if len(columns) == 1 and isinstance(value, str) else text
+    return value if len(columns) == 1 and type(value) is str else text
 
 
 def without_gaps(value: Any) -> Any:
@@ -73,8 +79,9 @@ def without_gaps(value: Any) -> Any:
 
 def plain(value: Any) -> Any:
     """Return decimals as floats, and what is not finite as None, also inside lists and objects."""
-    if isinstance(value, float | Decimal):
-        return float(value) if math.isfinite(value) else None
+    if isinstance(value, float | Decimal | WrittenNumber):
+        number = float(value)
+        return number if math.isfinite(number) else None
     if isinstance(value, list | tuple):
         return [plain(part) for part in value]
     return {key: plain(part) for key, part in value.items()} if isinstance(value, dict) else value
@@ -133,7 +140,7 @@ def read_value(value: Any, kind: Any, feature: Any) -> Any:
     import pyarrow.types as types  # slow to import
 
     feature = feature[0] if isinstance(feature, list) else feature or {}
-    feature = feature.get("feature") or feature  # of a list's parts
+    feature = feature.get("feature") if "_type" in feature and "feature" in feature else feature  # of a list's parts
     if value is None:
         return None
     if types.is_float16(kind):
@@ -149,35 +156,19 @@ def read_value(value: Any, kind: Any, feature: Any) -> Any:
     return value
 
 
-class WrittenNumber(Decimal):
-    """A number of a JSON file, whose text is as it was written: `1e3`."""
-
-    def __new__(cls, text: str) -> "WrittenNumber":
-        number = super().__new__(cls, text)
-        number.text = text
-        return number
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def _parse_json(text: str) -> Any:  # JSON has no NaN
-    return json.loads(text, parse_float=WrittenNumber, parse_constant=lambda _: None, object_pairs_hook=make_record)
-
-
-def _read_jsonl(path: Path) -> Iterator[Any]:
-    # Not str.splitlines, which divides texts at U+2028; utf-8-sig drops a byte order mark.
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            try:
-                yield _parse_json(line)
-            except ValueError as error:
-                raise ValueError(f"line {number} is not valid JSON ({error})") from error
-
-
-def _read_json(path: Path) -> list[Any]:
-    content = _parse_json(read_text(path))
-    return content if isinstance(content, list) else [content]  # MATH's original has one file per problem
+def _read_json(path: Path) -> Iterator[Any]:
+    """Values one after the other, as in JSON lines, and those of a list; MATH's original has one file per problem."""
+    text = read_text(path)
+    parser = json.JSONDecoder(parse_float=WrittenNumber, parse_constant=lambda _: None, object_pairs_hook=make_record)
+    start = BLANKS.match(text).end()
+    while start < len(text):
+        try:
+            value, end = parser.raw_decode(text, start)
+        except ValueError as error:
+            line = text.count("\n", 0, start) + 1
+            raise ValueError(f"line {line} is not valid JSON ({error})") from error
+        yield from value if isinstance(value, list) else [value]
+        start = BLANKS.match(text, end).end()
 
 
 def _read_csv(path: Path) -> Iterator[Record]:
@@ -209,7 +200,7 @@ def _read_asdiv_xml(path: Path) -> Iterator[Record]:
 
 
 READERS: dict[str, Callable[[Path], Iterable[Any]]] = {
-    ".jsonl": _read_jsonl,
+    ".jsonl": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
