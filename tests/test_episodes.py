@@ -158,8 +158,7 @@ def test_an_episode_is_the_chat_that_the_template_renders(tokenizer, sampling):
         for (contexts, _), turn in zip(script.calls[1:], (1, 2), strict=True):
             assert contexts[i] == whole[: len(contexts[i])]
             assert tokenizer.decode(contexts[i]).count("<|im_start|>assistant") == turn + 1
-    assert rollout.texts == ["9", "10"]
-    assert rollout.terminated.all()
+    assert (rollout.texts, rollout.terminated.tolist()) == (["9", "10"], [True, True])
     assert rollout.turns.tolist() == [3, 3]
     assert rollout.environment_rewards == pytest.approx([1.2, 1.2])
     assert len({len(row) for row in rows_of(rollout)}) == 2  # the shorter one is padded, and its padding is masked
@@ -252,8 +251,7 @@ def test_tools_are_called_in_the_templates_own_format(sampling):
     ids = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True)["input_ids"]
     assert prompts.ids[0] + [token for token, _ in row] == ids[:-1]  # without the line break behind the last turn
     assert tokenizer.decode([token for token, drawn in row if drawn]) == "".join(f"{turn}<|im_end|>" for turn in turns)
-    assert rollout.terminated.all()
-    assert rollout.texts == [turns[-1]]
+    assert (rollout.texts, rollout.terminated.tolist()) == ([turns[-1]], [True])
 
 
 @pytest.fixture
