@@ -104,16 +104,20 @@ def is_main() -> bool:
 
 
 def run_on_main(function: Callable[[], T]) -> T:
-    """Call ``function`` on rank 0 and return its result on every rank; if it raises, the others exit with code 2."""
-    results: list[Any] = []
+    """Call ``function`` on rank 0 and return its result on every rank; if it raises, the others exit with its code."""
+    result: Any = None
+    code = 0
     try:
         if is_main():
-            results = [function()]
+            result = function()
+    except BaseException as error:
+        code = 2 if isinstance(error, ValueError | OSError) else 1  # as `pspo.errors` has it
+        raise
     finally:
-        results = gather_objects(results)[0]
-    if not results:
-        raise SystemExit(2)  # rank 0 prints why
-    return results[0]
+        result, code = gather_objects((result, code))[0]
+    if code != 0:
+        raise SystemExit(code)  # rank 0 prints why
+    return result
 
 
 def gather_objects(value: T) -> list[T]:

@@ -1,22 +1,4 @@
-"""How a run ends: what is raised, saved and said.
-
-| event | exception | saved | message | exit code |
-|---|---|---|---|---|
-| the last step is taken | none | final model, summary | the results | 0 |
-| first SIGTERM or Ctrl-C | Stopped | the snapshot | stopped; how to go on | 75 |
-| second one; in an evaluation the first | KeyboardInterrupt; Stopped | nothing more | stopped; how to go on | 130 |
-| a reward, environment or advantage raises | UserCodeFailed | the snapshot | the user's frames; how to go on | 1 |
-| a surrogate or term raises, or returns no loss of every token | UserCodeFailed | nothing more | the same | 1 |
-| an engine fails | EngineError, then RunFailed | nothing more | its line; how to go on | 1 |
-| ten skipped steps in a row, weights not finite, a full disk | RunFailed | nothing more | the cause and a fix | 1 |
-| a wrong switch, file or model, before the first rollout | ValueError, OSError | nothing | one line, with the fix | 2 |
-| out of memory, with the fewest rows and tokens, too | RuntimeError | nothing more | switches to lower | 1 |
-| another rank is lost, a fault of pspo | any other | nothing more | the traceback | 1 |
-
-The snapshot holds the parts' states when they last matched the weights, at the beginning of a rollout or validation:
-what was being drawn is drawn again. A run without a step saves none. "Nothing more": earlier checkpoints stay. From
-Python the exceptions are raised, without exit codes.
-"""
+"""How a run ends: `pspo.errors` has the table of what is raised, saved and said."""
 
 import contextlib
 import os
@@ -37,24 +19,19 @@ EXIT_INTERRUPTED = 130
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """Raise what the block raises on any rank, on all of them: Stopped, EngineError or UserCodeFailed."""
-    failure = None
+    """Raise what the block raises on any rank, on all of them, a stop first: Stopped, EngineError or UserCodeFailed."""
+    failure = reason = None
     try:
         yield
     except (Exception, SystemExit, Stopped) as error:  # a user's code may raise anything
         if isinstance(error, RunFailed) or is_out_of_memory(error):  # the first is raised on all ranks
             raise
         failure = error
+        reason = error if isinstance(error, Stopped | EngineError) else UserCodeFailed(user_traceback(error))
     if failure is not None or dist.world_size() > 1:
-        raise_first(failure)
-
-
-def raise_first(failure: BaseException | None) -> None:
-    """Raise, of what has failed on any rank, the first one; nothing if none has."""
-    is_known = failure is None or isinstance(failure, Stopped | EngineError)
-    reasons = dist.gather_objects(failure if is_known else UserCodeFailed(user_traceback(failure)))
-    for reason in sorted(filter(None, reasons), key=lambda reason: not isinstance(reason, Stopped)):  # a stop first
-        raise type(reason)(*reason.args) from failure
+        reasons = filter(None, dist.gather_objects(reason))
+        for reason in sorted(reasons, key=lambda reason: not isinstance(reason, Stopped)):
+            raise type(reason)(*reason.args) from failure
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from pspo.update import update
 def train(run: Run) -> dict[str, Any]:
     """Train until the run ends; returns its summary, as written to ``summary.json``.
 
-    Raises Stopped when a signal ends the run, and RunFailed when it cannot continue: `pspo.endings` has the table.
+    Raises Stopped when a signal ends the run, and RunFailed when it cannot continue: `pspo.errors` has the table.
     """
     run.start()
     while run.begin_rollout():

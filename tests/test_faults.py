@@ -24,7 +24,7 @@ from pspo.files import checkpoints
 from pspo.losses import NoClip
 from pspo.model import ASSETS
 from pspo.run.command import prepare
-from pspo.run.recorder import Row, rollout_metrics
+from pspo.run.recorder import Rows, rollout_metrics
 from pspo.tasks import Problem, Reward
 from pspo.tasks.workers import worker_pool
 from pspo.train import main
@@ -225,10 +225,10 @@ def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen(capsys)
 
 
 def test_empty_and_truncated_completions_are_counted():
-    row = Row(0, "", 0.0, 0.0, True, 1, False, None, {"A": math.nan}, {})
-    others = [row._replace(text=text, trained=False) for text in (" \n", "a", "b c")]
-    rows = [row, others[0]._replace(reward=1.0), others[1]._replace(reward=math.nan, truncated=True)]
-    seen = rollout_metrics([*rows, others[2]._replace(reward=0.5, truncated=True)], [Problem("?")])
+    rewards, by_name = [0.0, 1.0, math.nan, 0.5], [{"A": math.nan}] * 4
+    rows = Rows([0] * 4, ["", " \n", "a", "b c"], rewards, [0.0] * 4, [True, False, False, False], [1] * 4,
+                [False, False, True, True], [None] * 4, by_name, [{}] * 4)  # fmt: skip
+    seen = rollout_metrics(rows, [Problem("?")])
     assert (seen["empty_share"], seen["truncated_share"], seen["reward_unknown_share"]) == (0.5, 0.5, 0.25)
     assert seen["trained_share"] == 0.25
     assert seen["reward"] == 0.5

@@ -18,6 +18,7 @@ from processes import TINY, assert_same, before, contents, kill_at_file_event, o
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 from pspo import distributed as dist
+from pspo.endings import user_errors
 from pspo.files import checkpoints
 from pspo.rollout.engine import EngineError, EngineSampler
 from pspo.rollout.source import Ahead, Now
@@ -204,3 +205,13 @@ def test_evaluation_uses_the_ranks(whole, tmp_path):
     assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0", "rank-1"}
     for name in ("results.json", "completions.jsonl"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
+
+
+@pytest.mark.parametrize(("fails", "code"), [({}.popitem, 1), (partial(int, "no number"), 2)])
+def test_ranks_end_as_rank_0_does(fails, code):
+    def rank() -> None:
+        dist.init("ddp")
+        with user_errors("pspo"):
+            dist.run_on_main(fails)
+
+    assert ranks(rank) == [code, code]

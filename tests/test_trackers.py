@@ -8,7 +8,7 @@ import pytest
 from processes import TINY
 
 from pspo.files import read_jsonl
-from pspo.run.trackers import MODULES, start_tracker
+from pspo.run.recorder import MODULES, start_tracker
 from pspo.train import main
 
 ARGS = (*TINY, "--run.max_steps=4", "--run.validate_every=4", "--run.validation_limit=2", "--run.output_dir=out")

@@ -35,15 +35,16 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], given: S
     """`parse` words, and nested settings over them; raises ValueError. Prints and exits for --help, --print_config."""
     switches = find_switches(config_class)
     pairs = split_words(words, switches)
-    if "help" in dict(pairs):
-        print_help(config_class, prog, dict(pairs)["help"] or "")
+    flags = dict(pairs)
+    if "help" in flags:
+        print_help(config_class, prog, flags["help"] or "")
         raise SystemExit(0)
     values: dict[str, Any] = {}
-    put_words(values, pairs, switches)
+    put_words(values, [pair for pair in pairs if pair[0] != "print_config"], switches)
     put_all(values, given, switches)
     config = build(config_class, values)
     unresolved = yaml_value(config)  # with null where a default depends on other switches
-    if "print_config" in dict(pairs):
+    if "print_config" in flags:
         print(to_yaml(unresolved), end="")
         raise SystemExit(0)
     config = resolve(config)
@@ -117,10 +118,8 @@ def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], s
     """Put the switches and files of a command over values by switch, in order."""
     for i, (name, text) in enumerate(pairs):
         owner = next((owner for owner in switches if f"{name}.".startswith(f"{owner}.")), None)
-        if owner is None and name not in ("config", "print_config"):
+        if owner is None and name != "config":
             raise ValueError(unknown_switch(name, switches))
-        if name == "print_config":
-            continue
         if text is None and (owner != name or switches[name].type is not bool):
             raise ValueError(f"--{name} needs a value; one that begins with -- is given as --{name}=VALUE")
         if any(earlier.startswith(f"{name}.") for earlier, _ in pairs[:i]):

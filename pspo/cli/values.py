@@ -114,17 +114,17 @@ def read(kind: Any, given: Any, switch: str) -> Any:
 def read_typed(kind: Any, text: Typed, switch: str) -> Any:
     """What YAML has for the text; for a type that takes texts the text itself, but for brackets that it takes, too."""
     kinds = (kind, *get_args(kind))
-    takes_text = any(part in (str, pathlib.Path, list[str]) for part in kinds)
-    if takes_text and text[:1] not in ("{", "["):
-        return str(text)
-    try:
-        value = load_yaml(text)
-    except ValueError as error:
-        if takes_text:
-            return str(text)
-        raise ValueError(f"--{switch} {text}: {error}") from error
-    is_text = isinstance(value, list) and any(isinstance(item, Typed) for item in value)  # [END]
-    return str(text) if takes_text and (is_text or type(value) not in map(get_origin, kinds)) else value
+    if not any(part in (str, pathlib.Path, list[str]) for part in kinds):
+        try:
+            return load_yaml(text)
+        except ValueError as error:
+            raise ValueError(f"--{switch} {text}: {error}") from error
+    if {"[": list, "{": dict}.get(text[:1], str) in map(get_origin, kinds):
+        with contextlib.suppress(ValueError):  # of [qk]_proj
+            value = load_yaml(text)
+            if isinstance(value, dict) or not any(isinstance(item, Typed) for item in value):  # as there is in [END]
+                return value
+    return str(text)
 
 
 def as_list(given: Any) -> list[Any]:
@@ -179,10 +179,10 @@ def make(kind: type, given: Mapping[str, Any], switch: str) -> Any:
 def read_class(base: Any, given: Any, switch: str) -> Any:
     """An object of a class, or a function, that is named by its import path or, of pspo's classes, by its name."""
     spec = {"class_path": given} if isinstance(given, str) else given
-    is_spec = isinstance(spec, Mapping) and spec.keys() <= {"class_path", "init_args"} and "class_path" in spec
-    if not is_spec or not isinstance(spec["class_path"], str):
+    is_spec = isinstance(spec, Mapping) and spec.keys() <= {"class_path", "init_args"}
+    path = spec.get("class_path") if is_spec else None
+    if not isinstance(path, str):
         raise ValueError(f"--{switch} must be the name or import path of a class or function, got {given!r}")
-    path = spec["class_path"]
     names = class_names(base)
     if path not in names and "." not in path:
         raise ValueError(f"--{switch} {path}: no such class; choose from {', '.join(names)}, or give an import path")

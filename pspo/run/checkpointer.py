@@ -124,11 +124,10 @@ class Checkpointer:
         for rollout in files.numbered(self.output / TOKENS, ".parquet"):
             if files.step_of(rollout) > steps:
                 rollout.unlink()
-        written = self.recorder.first_step if self.recorder.line else steps  # an open line is yet to be written
         for path in (self.output / "metrics.jsonl", self.output / "samples.jsonl"):
             lines = files.read_jsonl(path)
             with files.named_damage(path):
-                lines = [line for line in lines if line["step"] <= written]
+                lines = [line for line in lines if line["step"] <= self.recorder.first_step]  # not an open rollout's
             files.write_text(path, files.to_jsonl(lines))
 
     def fork(self, parent: Path, settings: Settings) -> None:

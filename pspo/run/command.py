@@ -29,8 +29,8 @@ from pspo.model.find import resolve_adapters
 from pspo.rollout import Experience
 from pspo.rollout.drawing import set_torch_states, torch_states
 from pspo.run.messages import print_header, print_warnings, summary_text
+from pspo.run.recorder import check_tracker
 from pspo.run.run import Run
-from pspo.run.trackers import check_tracker
 from pspo.token_table import TOKENS
 from pspo.update.optimizers import check_optimizer
 

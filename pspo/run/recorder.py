@@ -1,10 +1,13 @@
 """Recorder: counts what a run has used, and writes a line of metrics and a few samples for every rollout."""
 
+import importlib
 import math
+import secrets
 import sys
 import time
 from collections.abc import Sequence
-from copy import copy
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -21,30 +24,39 @@ from pspo.errors import RunFailed
 from pspo.files import append_jsonl, checkpoints, read_jsonl, write_errors
 from pspo.rollout import Experience, Prompts
 from pspo.rollout.types import trained_rows
-from pspo.run.trackers import start_tracker
 from pspo.tasks import Problem, matches_format
 from pspo.terminal import Bar, clip, print_timed
 from pspo.token_table import TOKENS, write_tokens
 from pspo.update.learner import Learner
 from pspo.update.tokens import TokenRecord
 
-STATE = ("tokens", "skipped", "first_step", "line", "samples", "steps", "seconds")
 MAX_SKIPPED = 10  # optimizer steps in a row
+MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}  # of trackers
 
 
-class Row(NamedTuple):
-    """A completion that was trained on, and what is recorded of it."""
+@dataclass
+class OpenRollout:
+    """A rollout from its drawing until its line is written, in between of which it may be validated."""
 
-    problem: int  # among the training problems
-    text: str
-    reward: float  # NaN if unknown
-    advantage: float
-    trained: bool
-    tokens: int
-    truncated: bool
-    turns: int | None  # of an episode
-    rewards: dict[str, float]  # by function
-    logged: dict[str, Any]  # by functions
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    steps: list[dict[str, float]] = field(default_factory=list)  # metrics of its optimizer steps, once they are taken
+    line: dict[str, Any] = field(default_factory=dict)  # of metrics, then, too; rank 0's has statistics
+    samples: list[dict[str, Any]] = field(default_factory=list)  # for samples.jsonl
+
+
+class Rows(NamedTuple):
+    """What is recorded of B completions that were trained on."""
+
+    problem: list[int]  # among the training problems
+    text: list[str]
+    reward: list[float]  # NaN if unknown
+    advantage: list[float]
+    trained: list[bool]
+    tokens: list[int]
+    truncated: list[bool]
+    turns: list[int | None]  # of episodes
+    rewards: list[dict[str, float]]  # by function
+    logged: list[dict[str, Any]]  # by functions
 
 
 class Recorder:
@@ -61,26 +73,18 @@ class Recorder:
         self.began = time.perf_counter()
         self.tokens = 0  # prompts' and completions', of the rollouts that were trained on
         self.skipped = 0  # optimizer steps in a row, up to now
-        self.first_step = 0  # optimizer steps before the rollout that is being recorded
+        self.rollout = OpenRollout()
         self.failures: dict[str, str] = {}
-        self.clear_line()
         if config.run.record_tokens > 0:
             groups = config.rollout.prompts // dist.world_size()
             left = max(config.run.record_tokens - groups * dist.rank(), 0)  # after those of the ranks before
             learner.record = TokenRecord(min(left, groups) * config.rollout.group_size)
 
-    def clear_line(self) -> None:
-        self.line: dict[str, Any] = {}  # of metrics, open until `write`; rank 0's has statistics
-        self.samples: list[dict[str, Any]] = []  # for samples.jsonl
-        self.steps: list[dict[str, float]] = []  # metrics of the optimizer steps
-        self.seconds: dict[str, float] = {}  # by phase
-
     def start(self, settings: Settings) -> Bar:
         """Begin to track, and to show progress in the bar that is returned."""
         run = self.config.run
-        first = self.first_step if self.line else self.learner.steps
         quiet = run.quiet or not dist.is_main()
-        self.bar = Bar(desc="step", unit="step", quiet=quiet, total=run.max_steps, initial=first)
+        self.bar = Bar(desc="step", unit="step", quiet=quiet, total=run.max_steps, initial=self.first_step)
         has_tracker = dist.is_main() and run.tracker != "none"
         self.tracker = start_tracker(run.tracker, self.output, settings, self.learner.steps) if has_tracker else None
         return self.bar
@@ -89,6 +93,11 @@ class Recorder:
     def elapsed(self) -> float:
         """Seconds of training and evaluating, those before a resume included."""
         return time.perf_counter() - self.began
+
+    @property
+    def first_step(self) -> int:
+        """Optimizer steps before those of the rollout that is open."""
+        return self.learner.steps - len(self.rollout.steps)
 
     @property
     def limit_reached(self) -> bool:
@@ -101,55 +110,46 @@ class Recorder:
 
     def record(self, experience: Experience, steps: list[dict[str, float]]) -> None:
         """Count a rollout that was trained on, begin its line (statistics of all ranks' rows), and write its tokens."""
-        self.steps = steps
-        self.first_step = self.learner.steps - len(steps)
         self.tokens += sum(dist.gather_objects(experience.drawn_tokens or experience.rollout.tokens))
-        self.line = {"step": self.learner.steps, "tokens": self.tokens}
-        rows = dist.gather_on_main(make_rows(experience, self.config))
+        self.rollout.steps = steps
+        line = self.rollout.line = {"step": self.learner.steps, "tokens": self.tokens}
+        rows = Rows(*map(dist.gather_on_main, make_rows(experience, self.config)))
         drawn_rewards = dist.gather_on_main(experience.drawn_rewards or experience.rewards.tolist())
         if dist.is_main():
-            self.line |= rollout_metrics(rows, self.prompts.problems) | steps[-1]  # the most off-policy step
-            self.line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
+            line |= rollout_metrics(rows, self.prompts.problems) | steps[-1]  # the most off-policy step
+            line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
             if self.config.rollout.resample > 0:
-                self.line["resampled_share"] = len(drawn_rewards) / len(rows) - 1
-                self.line["reward_drawn"] = mean_of_known(drawn_rewards)
+                line["resampled_share"] = len(drawn_rewards) / len(rows.text) - 1
+                line["reward_drawn"] = float(np.mean(known(drawn_rewards)))
         if self.config.run.record_tokens > 0:
             self.record_samples(experience, rows)
 
-    def record_samples(self, experience: Experience, rows: list[Row]) -> None:
+    def record_samples(self, experience: Experience, rows: Rows) -> None:
         """Keep the first groups' completions for ``samples.jsonl``; write what the steps computed at their tokens."""
         group_size = self.config.rollout.group_size
         visits = dist.gather_on_main([self.learner.record.take(self.tokenizer, experience, group_size)])
         completions = dist.gather_on_main(transcripts(self.tokenizer, experience.rollout))
         if dist.is_main():
-            n = self.config.run.record_tokens * group_size
-            for i, (row, completion) in enumerate(zip(rows[:n], completions[:n], strict=True)):
-                record = {"step": self.learner.steps, "problem": row.problem, "sample": i % group_size}
-                record |= self.prompts.record(row.problem) | {"completion": completion}
+            for i, completion in enumerate(completions[: self.config.run.record_tokens * group_size]):
+                record = {"step": self.learner.steps, "problem": rows.problem[i], "sample": i % group_size}
+                record |= self.prompts.record(rows.problem[i]) | {"completion": completion}
                 names = ("reward", "advantage", "tokens", "truncated", "rewards", "logged")
-                record |= {name: getattr(row, name) for name in names if name != "logged" or row.logged}
-                self.samples.append(record)
+                record |= {name: getattr(rows, name)[i] for name in names if name != "logged" or rows.logged[i]}
+                self.rollout.samples.append(record)
             with write_errors(self.output / TOKENS):
                 write_tokens(self.output, self.learner.steps, visits)
 
     def write(self) -> None:
         """Write and show the rollout's line, and samples; RunFailed after too many skipped steps in a row."""
-        for phase, spent in self.seconds.items():
-            self.line[f"seconds/{phase}"] = round(spent, 4)
+        rollout = self.rollout
+        rollout.line |= {f"seconds/{phase}": round(spent, 4) for phase, spent in rollout.seconds.items()}
         if dist.is_main():
             with write_errors(self.output / "metrics.jsonl"):
-                append_jsonl(self.output / "metrics.jsonl", self.line)
-                append_jsonl(self.output / "samples.jsonl", *self.samples)
-            if self.tracker is not None:
-                metrics = {name: value for name, value in self.line.items() if name != "step" and math.isfinite(value)}
-                self.tracker.log(metrics, step=self.line["step"])
-            is_notable = self.first_step == self.bar.first or self.limit_reached
-            if self.samples and (is_notable or "validation_reward" in self.line):
-                sample = self.samples[0]
-                text = f"sample  {clip(sample['completion'], 120)}  (reward {sample['reward']:.2f})"
-                print_timed(text, self.config.run.quiet)
-            self.bar.advance(len(self.steps), status(self.line, len(self.steps)), is_notable)
-        for step in self.steps:
+                append_jsonl(self.output / "metrics.jsonl", rollout.line)
+                append_jsonl(self.output / "samples.jsonl", *rollout.samples)
+            self.show(rollout)
+        self.rollout = OpenRollout()
+        for step in rollout.steps:
             self.skipped = self.skipped + 1 if step["step_skipped"] else 0
             if self.skipped >= MAX_SKIPPED:
                 newest = next(iter(checkpoints(self.output)), "none yet")
@@ -157,7 +157,19 @@ class Recorder:
                     f"{self.skipped} optimizer steps in a row were skipped: loss ({step['loss']}) or gradient norm "
                     f"({step['grad_norm']}) were not finite; lower --optimizer.lr; last checkpoint: {newest}"
                 )
-        self.clear_line()
+
+    def show(self, rollout: OpenRollout) -> None:
+        """Show the rollout's line in tracker and progress bar, and the first sample where it is notable."""
+        line = rollout.line
+        if self.tracker is not None:
+            metrics = {name: value for name, value in line.items() if name != "step" and math.isfinite(value)}
+            self.tracker.log(metrics, step=line["step"])
+        is_notable = self.first_step == self.bar.first or self.limit_reached
+        if rollout.samples and (is_notable or "validation_reward" in line):
+            sample = rollout.samples[0]
+            text = f"sample  {clip(sample['completion'], 120)}  (reward {sample['reward']:.2f})"
+            print_timed(text, self.config.run.quiet)
+        self.bar.advance(len(rollout.steps), status(line, len(rollout.steps)), is_notable)
 
     def finish(self) -> None:
         """Warn if every advantage was 0; close the tracker."""
@@ -168,34 +180,35 @@ class Recorder:
             self.tracker.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: copy(getattr(self, name)) for name in STATE} | {"elapsed": self.elapsed}
+        counts = {"tokens": self.tokens, "skipped": self.skipped, "elapsed": self.elapsed}
+        return counts | deepcopy(vars(self.rollout))
 
     def fork_state(self, state: dict[str, Any], changes: Changes) -> dict[str, Any]:
-        """A parent's counts, without the line of a rollout that it was yet to validate."""
-        return state | {"line": {}, "samples": [], "steps": [], "seconds": {}}
+        """A parent's counts, without a rollout that it was yet to validate."""
+        return state | vars(OpenRollout())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tokens = state["tokens"]
+        self.skipped = state["skipped"]
         self.began = time.perf_counter() - state["elapsed"]
-        for name in STATE:
-            setattr(self, name, state[name])
+        self.rollout = OpenRollout(*(state[part.name] for part in fields(OpenRollout)))
 
 
-def make_rows(experience: Experience, config: TrainConfig) -> list[Row]:
+def make_rows(experience: Experience, config: TrainConfig) -> Rows:
     """The rows of this rank's rollout."""
     rollout = experience.rollout
-    columns = {
-        "problem": [i for i in experience.prompt_indices for _ in range(config.rollout.group_size)],
-        "text": rollout.texts,
-        "reward": experience.rewards.tolist(),
-        "advantage": experience.row_advantages,
-        "trained": trained_rows(rollout, experience.advantages, config.algorithm).tolist(),
-        "tokens": rollout.loss_mask.sum(dim=1).tolist(),
-        "truncated": (~rollout.terminated).tolist(),
-        "turns": [None] * len(rollout) if rollout.sampled_mask is None else rollout.turns.tolist(),
-        "rewards": by_row(experience.rewards_by_name, len(rollout)),
-        "logged": by_row(experience.logged, len(rollout)),
-    }
-    return [Row(**row) for row in by_row(columns, len(rollout))]
+    return Rows(
+        problem=[i for i in experience.prompt_indices for _ in range(config.rollout.group_size)],
+        text=rollout.texts,
+        reward=experience.rewards.tolist(),
+        advantage=experience.row_advantages,
+        trained=trained_rows(rollout, experience.advantages, config.algorithm).tolist(),
+        tokens=rollout.loss_mask.sum(dim=1).tolist(),
+        truncated=(~rollout.terminated).tolist(),
+        turns=[None] * len(rollout) if rollout.sampled_mask is None else rollout.turns.tolist(),
+        rewards=by_row(experience.rewards_by_name, len(rollout)),
+        logged=by_row(experience.logged, len(rollout)),
+    )
 
 
 def by_row(columns: dict[str, list[Any]], n: int) -> list[dict[str, Any]]:
@@ -203,39 +216,36 @@ def by_row(columns: dict[str, list[Any]], n: int) -> list[dict[str, Any]]:
     return [{name: values[row] for name, values in columns.items()} for row in range(n)]
 
 
-def rollout_metrics(rows: list[Row], problems: Sequence[Problem]) -> dict[str, float]:
+def rollout_metrics(rows: Rows, problems: Sequence[Problem]) -> dict[str, float]:
     """Statistics of one rollout from its B rows; unknown rewards (NaN) are left out of the means."""
-    rewards = [row.reward for row in rows]
-    metrics = {"reward": mean_of_known(rewards), "reward_std": np.std(drop_nan(rewards))}
-    for name in rows[0].rewards:
-        metrics[f"reward/{name}"] = mean_of_known([row.rewards[name] for row in rows])
-    metrics["reward_unknown_share"] = np.isnan(rewards).mean()
-    metrics["empty_share"] = np.mean([not row.text.strip() for row in rows])
-    metrics["trained_share"] = np.mean([row.trained for row in rows])
-    metrics["zero_advantage_share"] = np.mean([row.advantage == 0 for row in rows])
-    metrics["completion_tokens"] = np.mean([row.tokens for row in rows])
-    metrics["completion_tokens_max"] = max(row.tokens for row in rows)
-    metrics["truncated_share"] = np.mean([row.truncated for row in rows])
-    if rows[0].turns is not None:
-        metrics["turns"] = np.mean([row.turns for row in rows])
-    formats = [matches_format(row.text) for row in rows if isinstance(problems[row.problem].answer, Fraction)]
+    metrics = {"reward": np.mean(known(rows.reward)), "reward_std": np.std(known(rows.reward))}
+    for name in rows.rewards[0]:
+        metrics[f"reward/{name}"] = np.mean(known([rewards[name] for rewards in rows.rewards]))
+    metrics["reward_unknown_share"] = np.isnan(rows.reward).mean()
+    metrics["empty_share"] = np.mean([not text.strip() for text in rows.text])
+    metrics["trained_share"] = np.mean(rows.trained)
+    metrics["zero_advantage_share"] = np.equal(rows.advantage, 0).mean()
+    metrics["completion_tokens"] = np.mean(rows.tokens)
+    metrics["completion_tokens_max"] = max(rows.tokens)
+    metrics["truncated_share"] = np.mean(rows.truncated)
+    if rows.turns[0] is not None:
+        metrics["turns"] = np.mean(rows.turns)
+    answers = [problems[i].answer for i in rows.problem]
+    formats = [
+        matches_format(text) for text, gold in zip(rows.text, answers, strict=True) if isinstance(gold, Fraction)
+    ]
     if formats:
         metrics["format_share"] = np.mean(formats)
-    for name in dict.fromkeys(chain(*(row.logged for row in rows))):  # which differ by rank
-        numbers = [row.logged[name] for row in rows if isinstance(row.logged.get(name), int | float)]
+    for name in dict.fromkeys(chain(*rows.logged)):  # which differ by rank
+        numbers = [logged[name] for logged in rows.logged if isinstance(logged.get(name), int | float)]
         if numbers:
             metrics[f"logged/{name}"] = np.mean(numbers)
     return {name: float(value) for name, value in metrics.items()}
 
 
-def drop_nan(values: list[float]) -> list[float]:
+def known(values: list[float]) -> list[float]:
     """The values without NaN; a single NaN if there is nothing else."""
     return [value for value in values if not math.isnan(value)] or [math.nan]
-
-
-def mean_of_known(values: list[float]) -> float:
-    """Mean of the values that are not NaN."""
-    return float(np.mean(drop_nan(values)))
 
 
 def status(line: dict[str, Any], steps: int) -> str:
@@ -246,3 +256,44 @@ def status(line: dict[str, Any], steps: int) -> str:
         f"grad {line['grad_norm']:.2g}  entropy {line['entropy']:.2g}  tokens {line['completion_tokens']:.0f}  "
         f"truncated {line['truncated_share']:.0%}  {seconds / steps:.1f} s/step"
     )
+
+
+class TensorBoard:
+    """A writer of tensorboard's, with the methods of the other trackers."""
+
+    def __init__(self, writer: Any):
+        self.writer = writer
+        self.finish = writer.close
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+
+def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int) -> Any:
+    """What has `log(metrics, step)` and `finish()`: of wandb and trackio the module, with a run named as its folder.
+
+    A resumed run continues its curves after its ``step``: wandb knows it by the id in its folder, trackio by its name.
+    """
+    module = importlib.import_module(MODULES[name])
+    if name == "tensorboard":
+        return TensorBoard(module.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1))
+    if name == "wandb":
+        file = folder / "wandb-id"
+        if not file.exists():
+            file.write_text(secrets.token_hex(8))
+        arguments = {"resume": "allow", "id": file.read_text(), "dir": str(folder)}
+    else:
+        arguments = {"resume": "allow" if step else "never"}
+    module.init(project="pspo", name=folder.resolve().name, config=config, **arguments)
+    return module
+
+
+def check_tracker(name: str) -> None:
+    """Raise ValueError, with the fix, if the tracker's package cannot be imported."""
+    try:
+        if name != "none":
+            importlib.import_module(MODULES[name])
+    except ImportError as error:
+        raise ValueError(f"--run.tracker {name}: {error}; pip install 'pspo[{name}]'") from error

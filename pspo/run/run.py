@@ -96,9 +96,9 @@ class Run:
         self.resources.enter_context(self.recorder.start(self.settings))  # the bar: closed before an error is printed
         with self.phase("test"):
             self.validator.start()
-        del self.recorder.seconds["test"]  # no part of a rollout
+        del self.recorder.rollout.seconds["test"]  # no part of a rollout
         self.recorder.bar.restart_clock()
-        if self.recorder.line:  # the validation of the last rollout was stopped, or a reward raised in it
+        if self.recorder.rollout.steps:  # the validation of the last rollout was stopped, or a reward raised in it
             self.close_rollout()
 
     def begin_rollout(self) -> bool:
@@ -121,7 +121,8 @@ class Run:
         began = time.perf_counter()
         with contextlib.nullcontext() if name == "train" else fail_together():
             yield
-        self.recorder.seconds[name] = self.recorder.seconds.get(name, 0.0) + time.perf_counter() - began
+        seconds = self.recorder.rollout.seconds
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
     def conclude_rollout(self, experience: Experience, steps: list[dict[str, float]]) -> None:
         """Record a rollout that was trained on, by ``steps`` with these metrics; validate and save if due."""
@@ -138,9 +139,10 @@ class Run:
         if every and self.recorder.is_due(every):
             self.take_snapshot()
             with self.phase("validate"):
-                self.recorder.line |= self.validator.validate()
+                self.recorder.rollout.line |= self.validator.validate()
+        is_save_due = self.recorder.is_due(self.config.run.save_every)
         self.recorder.write()
-        if self.recorder.is_due(self.config.run.save_every):
+        if is_save_due:
             self.take_snapshot()
             self.checkpointer.save_snapshot()
 
