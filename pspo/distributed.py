@@ -195,10 +195,7 @@ def is_sharded(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Gather all weights on every rank for a `with` block: passes need no communication."""
-    if not is_sharded(model):
-        yield
-        return
-    modules = [module for module in model.modules() if is_sharded(module)]
+    modules = [module for module in model.modules() if is_sharded(module)] if is_sharded(model) else []
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()

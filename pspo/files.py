@@ -97,11 +97,6 @@ def write_errors(path: Path) -> Iterator[None]:
         raise RunFailed(f"cannot write {path} ({free:.2f} GiB free): {error}") from error
 
 
-def temporary_path(folder: Path, suffix: str) -> Path:
-    """The name of a folder that is not whole yet (new) or to be replaced (old)."""
-    return folder.with_name(f".{folder.name}.{suffix}")
-
-
 def remove_leftovers(parent: Path, name: str = "*") -> None:
     """Finish or undo interrupted saves of a name, by default of all, in a folder."""
     for leftover in parent.glob(f".{name}.tmp"):  # of `write_text`
@@ -117,8 +112,8 @@ def remove_leftovers(parent: Path, name: str = "*") -> None:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces ``folder`` once everything in it is on the disk; rank 0 only."""
     with write_errors(folder):
-        temporary = temporary_path(folder, "new")
-        replaced = temporary_path(folder, "old")
+        temporary = folder.with_name(f".{folder.name}.new")
+        replaced = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary

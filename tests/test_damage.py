@@ -14,6 +14,7 @@ from processes import Payload, assert_same, before, forked
 from test_resume import cut_off, killed, train, whole, whole_with  # noqa: F401 (fixtures)
 
 import pspo.run.recorder
+from pspo.cli.settings import read_config
 from pspo.files import checkpoints, describe_file, read_jsonl
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.command import find_checkpoint
@@ -40,7 +41,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(cut_off, whole, capfd):
     for name in ("model.safetensors", "parts.pt", "manifest.json"):
         for spoil in DAMAGE.values():
             spoil(newest / name)
-            assert find_checkpoint(cut_off).name == "step-000002"
+            assert find_checkpoint(cut_off, read_config(cut_off / "config.yaml")).name == "step-000002"
             (line,) = capfd.readouterr().err.splitlines()
             assert line.startswith(f"{newest} is damaged: ")
             assert name in line or name == "manifest.json"  # which vouches for the others

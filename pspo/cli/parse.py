@@ -169,9 +169,11 @@ def print_help(config_class: type, prog: str, topic: str) -> None:
     """Print what each basic switch is, or each if none is basic; or each of a section, or of all."""
     switches = find_switches(config_class)
     methods = f", or {', '.join(METHODS)}" if config_class is TrainConfig else ""
-    texts = {"print_config": "print the configuration as YAML and exit", "config": f"YAML file{methods}"}
-    texts["config"] += "; later switches override it"
-    texts["help"] = "this text; all, or a section such as data, shows more"
+    texts = {
+        "print_config": "print the configuration as YAML and exit",
+        "config": f"YAML file{methods}; later switches override it",
+        "help": "this text; all, or a section such as data, shows more",
+    }
     basic = [switch for switch, part in switches.items() if "basic" in part.metadata["facts"]]
     for switch in basic if basic and not topic else switches:
         part = switches[switch]

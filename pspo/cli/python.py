@@ -37,17 +37,14 @@ def config_from_python(
             if hasattr(rows, "num_rows"):  # a datasets.Dataset, its images as bytes
                 rows = table_records(rows.with_format("arrow")[:])
             problems[split] = files.to_jsonl(map(problem_record, rows))
-    if not problems:
-        return make_config(TrainConfig, "pspo.train", words, yaml_value(settings))
-
-    data["name"] = "file"
-    run = settings.setdefault("run", {})
-    data.setdefault("path", "<problems>")  # until they are written
-    config, _ = make_config(TrainConfig, "pspo.train", words, yaml_value(settings))
-    check(config)
-    dist.init(config.distributed.strategy)
-    run["output_dir"] = dist.run_on_main(lambda: config.run.output_dir or default_output(config))
-    data["path"] = dist.run_on_main(lambda: write_problems(Path(run["output_dir"]), problems))
+    if problems:
+        data |= {"name": "file", "path": data.get("path", "<problems>")}  # until they are written
+        config, _ = make_config(TrainConfig, "pspo.train", words, yaml_value(settings))
+        check(config)
+        dist.init(config.distributed.strategy)
+        run = settings.setdefault("run", {})
+        run["output_dir"] = dist.run_on_main(lambda: config.run.output_dir or default_output(config))
+        data["path"] = dist.run_on_main(lambda: write_problems(Path(run["output_dir"]), problems))
     return make_config(TrainConfig, "pspo.train", words, yaml_value(settings))
 
 

@@ -59,9 +59,7 @@ class Checkpointer:
         states = dict(self.snapshot)
         by_rank = [name for name, part in self.parts.items() if getattr(part, "per_rank", False)]
         states["ranks"] = dist.gather_on_main([{name: states.pop(name) for name in by_rank}])
-        shards = files.temporary_path(
-            folder.with_name(f"{folder.name}-shards"), "new"
-        )  # of every rank; rank 0 moves them in
+        shards = folder.with_name(f".{folder.name}-shards.new")  # of every rank; rank 0 moves them in
         if dist.is_sharded(policy):
             with files.write_errors(folder):
                 dist.save_shards(shards, policy, self.learner.optimizer)

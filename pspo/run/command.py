@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,36 +100,31 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
     with contextlib.ExitStack() as resources:  # released if the preparation fails
         compute_in_order(resources, dist.local_device())
         dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
-        start = dist.run_on_main(lambda: find_start(config, settings, resources))
-        output = start.output
+        output = dist.run_on_main(lambda: make_folder(config, resources))
+        checkpoint = dist.run_on_main(lambda: find_checkpoint(output, settings))
+        parent = None
+        if checkpoint is None and config.run.fork_from is not None:
+            parent = dist.run_on_main(lambda: find_parent(config.run.fork_from))
         if not config.run.quiet:
             print(f"output  {output}", flush=True)  # before anything that takes seconds
         is_shared = all(dist.gather_objects(output.exists()))
         require(is_shared, "run.output_dir", "must be in a folder that all nodes share", str(output))
         run = Run(config, settings, output, resources)
-        if start.checkpoint is not None:
-            run.checkpointer.resume(start.checkpoint)
+        if checkpoint is not None:
+            run.checkpointer.resume(checkpoint)
         if dist.is_main():
             files.write_text(output / "config.yaml", to_yaml(settings))
             if not (output / "environment.json").exists():
                 device = str(run.learner.policy.device)
                 files.write_json(output / "environment.json", files.environment(device, dist.world_size()))
-        if start.parent is not None:
-            run.checkpointer.fork(start.parent, settings)
+        if parent is not None:
+            run.checkpointer.fork(parent, settings)
         run.resources = resources.pop_all()
         return run
 
 
-class Start(NamedTuple):
-    """A run's folder, and what it starts from: its own checkpoint, that of a run to fork, or neither."""
-
-    output: Path
-    checkpoint: Path | None
-    parent: Path | None
-
-
-def find_start(config: TrainConfig, settings: Settings, resources: contextlib.ExitStack) -> Start:
-    """Make and lock a run's folder, and find where the run starts; ValueError if it cannot start there."""
+def make_folder(config: TrainConfig, resources: contextlib.ExitStack) -> Path:
+    """Make and lock a run's folder; ValueError if it cannot be used."""
     output = Path(config.run.output_dir or default_output(config))
     files.check_new_folder(output)
     try:
@@ -137,15 +132,8 @@ def find_start(config: TrainConfig, settings: Settings, resources: contextlib.Ex
         resources.enter_context(files.lock_folder(output))
     except OSError as error:
         raise ValueError(f"--run.output_dir {output} cannot be written to: {error}") from error
-    checkpoint = None
-    if files.is_run(output):
-        if files.checkpoints(output) or (output / "metrics.jsonl").exists():  # another run's are kept
-            check_same(output, settings)
-        checkpoint = find_checkpoint(output)
-    else:
-        resources.callback(remove_unbegun, output)
-    begins_as_fork = checkpoint is None and config.run.fork_from is not None
-    return Start(output, checkpoint, find_parent(config.run.fork_from) if begins_as_fork else None)
+    resources.callback(remove_unbegun, output)
+    return output
 
 
 def remove_unbegun(folder: Path) -> None:
@@ -170,8 +158,12 @@ def check_same(run: Path, settings: Settings) -> Changes:
     return require_same(run, settings, may_differ, fix)
 
 
-def find_checkpoint(run: Path) -> Path | None:
-    """The run's newest undamaged checkpoint; if none was saved, None, and its records are removed."""
+def find_checkpoint(run: Path, settings: Settings) -> Path | None:
+    """The newest undamaged checkpoint of a run of these settings; if none was saved, None, and no record is left."""
+    if not files.is_run(run):
+        return None
+    if files.checkpoints(run) or (run / "metrics.jsonl").exists():  # another run's are kept
+        check_same(run, settings)
     for folder in (run, run / "checkpoints"):
         files.remove_leftovers(folder)
     saved = files.checkpoints(run)
