@@ -220,7 +220,7 @@ def test_texts_in_a_file_and_an_own_reward_need_a_path_and_its_name(here, capsys
 # --- evaluate ---------------------------------------------------------------------------------------------------------
 
 
-def test_evaluate(here, capsys):
+def test_evaluate(here, refused):
     args = ["--data.limit=6", "--eval.temperatures=[0, 0.8]", "--eval.samples=2", "--eval.max_completion_tokens=32",
             "--run.output_dir=results"]  # fmt: skip
     evaluate(args)
@@ -232,11 +232,7 @@ def test_evaluate(here, capsys):
     for mine, result in zip((completions[:6], completions[6:]), results["temperatures"].values(), strict=True):
         assert result["accuracy"]["value"] == pytest.approx(sum(record["correct"] for record in mine) / len(mine))
 
-    before = files_of(here)
-    with pytest.raises(SystemExit, match="2"):
-        evaluate(args)
-    assert "--run.output_dir results is there already: choose a new folder" in capsys.readouterr().err
-    assert files_of(here) == before
+    assert "--run.output_dir results is there already: choose a new folder" in refused(evaluate, *args)
     evaluate(["--config", "results/config.yaml", "--run.output_dir=again"])
     for name in ("results.json", "completions.jsonl"):
         assert (here / "again" / name).read_bytes() == (here / "results" / name).read_bytes()

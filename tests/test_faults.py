@@ -7,6 +7,7 @@ import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import pspo.run.recorder
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.errors import RunFailed
-from pspo.files import checkpoints
+from pspo.files import checkpoints, read_jsonl
 from pspo.losses import NoClip
 from pspo.model import ASSETS
 from pspo.run.command import prepare
@@ -30,6 +31,7 @@ from pspo.tasks.workers import worker_pool
 from pspo.train import main
 
 pytestmark = pytest.mark.usefixtures("here")
+metrics = partial(read_jsonl, Path("out/metrics.jsonl"))
 
 
 class Broken(NoClip):
@@ -60,10 +62,6 @@ class Mean(NoClip):
 
 def train(*args: str) -> int:
     return run_command(main, *TINY, "--run.output_dir=out", *args)
-
-
-def metrics() -> list[dict]:
-    return [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
 
 
 def start() -> dict[str, torch.Tensor]:
@@ -225,13 +223,11 @@ def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen(capsys)
 
 
 def test_empty_and_truncated_completions_are_counted():
-    rewards, by_name = [0.0, 1.0, math.nan, 0.5], [{"A": math.nan}] * 4
-    rows = Rows([0] * 4, ["", " \n", "a", "b c"], rewards, [0.0] * 4, [True, False, False, False], [1] * 4,
-                [False, False, True, True], [None] * 4, by_name, [{}] * 4)  # fmt: skip
+    flags = ([0] * 4, [True, False, False, False], [1] * 4, [False, False, True, True], [None] * 4)
+    rows = Rows([0] * 4, ["", " \n", "a", "b c"], [0, 1, math.nan, 0.5], *flags, [{"A": math.nan}] * 4, [{}] * 4)
     seen = rollout_metrics(rows, [Problem("?")])
-    assert (seen["empty_share"], seen["truncated_share"], seen["reward_unknown_share"]) == (0.5, 0.5, 0.25)
-    assert seen["trained_share"] == 0.25
-    assert seen["reward"] == 0.5
+    shares = {"empty_share": 0.5, "truncated_share": 0.5, "reward_unknown_share": 0.25, "trained_share": 0.25}
+    assert seen | shares | {"reward": 0.5} == seen
     assert math.isnan(seen["reward/A"])
 
 

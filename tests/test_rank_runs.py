@@ -209,9 +209,5 @@ def test_evaluation_uses_the_ranks(whole, tmp_path):
 
 @pytest.mark.parametrize(("fails", "code"), [({}.popitem, 1), (partial(int, "no number"), 2)])
 def test_ranks_end_as_rank_0_does(fails, code):
-    def rank() -> None:
-        dist.init("ddp")
-        with user_errors("pspo"):
-            dist.run_on_main(fails)
-
-    assert ranks(rank) == [code, code]
+    run_on_main = user_errors("pspo")(dist.run_on_main)
+    assert ranks(lambda: dist.init("ddp") or run_on_main(fails)) == [code, code]
