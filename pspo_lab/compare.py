@@ -11,7 +11,7 @@ from scipy.stats import binomtest
 
 from pspo.cli.settings import flat, read_config
 from pspo.endings import user_errors
-from pspo.evaluate.statistics import MEANS, as_text, measure_name, table
+from pspo.evaluate.statistics import MEANS, Number, as_text, measure_name, table
 from pspo.tasks.files import local_path
 from pspo.terminal import one_line
 from pspo_lab.power import MOST_SEEDS, estimate
@@ -124,11 +124,11 @@ def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str | None]:
         only = f"{worse} : {better}"
         p = binomtest(better, worse + better).pvalue
     return {
-        "A": as_text(name, float(a.mean())),
-        "B": as_text(name, float(b.mean())),
-        "B - A [95%]": as_text(name, {"value": float(found.mean), "ci95": found.interval()}),
+        "A": as_text(name, Number(a.mean())),
+        "B": as_text(name, Number(b.mean())),
+        "B - A [95%]": as_text(name, Number(found.mean, found.interval())),
         "p": f"{p:.2g}",
         "only A : only B": only,
-        "detects": as_text(name, float(found.detects())),
+        "detects": as_text(name, Number(found.detects())),
         "seeds for 1, 2, 5 points": None if is_one_seed else found.seeds_text(),
     }

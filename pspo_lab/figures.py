@@ -68,7 +68,7 @@ def picture(path: Path, width: float, height: float, x_label: str) -> Iterator[F
 
 def draw_curves(runs: Runs, path: Path) -> None:
     """Draw the rewards of each setting: the mean over its seeds, from three on in a band, the 95% interval."""
-    style = styles(dict(zip(runs.label[runs.configs.index], methods(runs.configs), strict=True)))
+    style = styles({runs.labels[run]: method for run, method in methods(runs.configs).items()})
     metrics = {"reward": "training reward", "validation_reward": "validation reward"}
     height = max(2.4, 0.2 * len(style)) + 0.4  # of the panels, or the legend
     with picture(path, 10, height, "optimizer step; means over a tenth of the run") as figure:
@@ -87,10 +87,10 @@ def draw_curves(runs: Runs, path: Path) -> None:
 def curves(runs: Runs, metric: str) -> pd.DataFrame:
     """Row (a setting), step, mean, low and high of a smoothed metric, where all seeds of the setting have it."""
     parts = [pd.DataFrame(columns=["row", "step", "value"])]
-    for run in runs.configs.index:
-        values = runs.folders[run].rollouts().reindex(columns=["step", metric]).dropna().set_index("step")[metric]
+    for run, label in runs.labels.items():
+        values = run.rollouts().reindex(columns=["step", metric]).dropna().set_index("step")[metric]
         if len(values):
             smooth = smoothed(values.sort_index())
-            parts.append(pd.DataFrame({"row": runs.label[run], "step": smooth.index, "value": smooth}))
+            parts.append(pd.DataFrame({"row": label, "step": smooth.index, "value": smooth}))
     cells = mean_over_seeds(pd.concat(parts).astype({"value": float}), by=["row", "step"]).sort_values("step")
     return cells[cells["seeds"] == cells.groupby("row")["seeds"].transform("max")]

@@ -8,37 +8,30 @@ one optimizer step a rollout every ratio is 1, where most losses have one gradie
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
-import pspo.losses
 from pspo.cli.values import class_names
 from pspo.losses import Surrogate, token_weights
-from pspo_lab.runs import Runs
-from pspo_lab.settings import ARGUMENT, SURROGATE, setting_numbers
+from pspo_lab.runs import LabRun, Runs
+from pspo_lab.settings import ARGUMENT, SURROGATE, Setting, Switches, make_setting
 
 RATIOS = np.exp(np.linspace(-2.5, 2.5, 201))  # of the surrogates' curves
 ADVANTAGES = (1.0, 2.0, -1.0, -2.0)
 SMALL_EPSILON = 1e-7  # far below a gradient's elements
+OPTIONS = "optimizer.options"
 SCALED = ("algorithm.beta", "algorithm.entropy_coef")  # relative to the surrogate
 
 
-def surrogate_classes() -> dict[str, type[Surrogate]]:
-    """The surrogates of `pspo.losses` by name."""
-    return {name: getattr(pspo.losses, name) for name in class_names(Surrogate)}
-
-
-def make_surrogate(switches: dict[str, Any]) -> Surrogate | None:
+def make_surrogate(switches: Switches) -> Surrogate | None:
     """A run's surrogate; None if it is not one of ours: no code runs that a run's files name."""
-    cls = surrogate_classes().get(str(switches.get(SURROGATE)).removeprefix("pspo.losses."))
+    cls = class_names(Surrogate).get(switches[SURROGATE].removeprefix("pspo.losses."))
     arguments = {
         switch.removeprefix(ARGUMENT): value
         for switch, value in switches.items()
-        if switch.startswith(ARGUMENT) and pd.notna(value)
+        if switch.startswith(ARGUMENT) and value is not None
     }
     with contextlib.suppress(Exception):  # a file may name any class, and give it any arguments
         return cls(**arguments)
@@ -69,41 +62,43 @@ def gradient(surrogate: Surrogate, at_ratio_1: bool) -> np.ndarray | None:
     return None if any(one is None for one in weights) else torch.cat(weights).numpy()
 
 
-def algorithms(runs: Runs) -> pd.Series:
-    """Number of each run's algorithm: runs with one number can differ by luck alone, as far as their files tell."""
-    configs = runs.configs
-    norms = pd.Series({run: runs.folders[run].metrics.get("grad_norm", pd.Series()).max() for run in configs.index})
-    limits = pd.to_numeric(configs.get("optimizer.max_grad_norm", pd.Series(np.nan, configs.index)), errors="coerce")
-    unclipped = limits.eq(0) | (norms < limits)
-    unclipped = unclipped.groupby(setting_numbers(configs)).transform("all")
-    rows = {run: canonical(dict(row), bool(unclipped[run])) for run, row in configs.iterrows()}
-    return setting_numbers(pd.DataFrame.from_dict(rows, orient="index", dtype=object).reindex(columns=configs.columns))
+def canonical(run: LabRun, is_clipped: bool) -> Setting:
+    """A run's setting with its loss by its gradient, and what is relative to that scaled as it is.
 
-
-def canonical(switches: dict[str, Any], unclipped: bool) -> dict[str, Any]:
-    """Switches of a run with its loss by its gradient, and what is relative to that scaled as it is."""
+    Runs of which it is equal can differ by luck alone, as far as their files tell.
+    """
+    switches = run.switches
     surrogate = make_surrogate(switches)
     one_step = switches.get("algorithm.epochs") == switches.get("algorithm.minibatches") == 1
     on_policy = one_step and not switches.get("rollout.lag") and not switches.get("rollout.engine")
     weights = None if surrogate is None else gradient(surrogate, at_ratio_1=on_policy)
     if weights is None or not weights[0]:
-        return switches
-    options = json.loads(switches.get("optimizer.options") or "{}")
-    is_scale_free = unclipped and switches.get("optimizer.name") == "adamw" and switches.get("algorithm.terms") == "[]"
-    scale = float(abs(weights[0])) if is_scale_free else 1.0
+        return run.setting
+    options = json.loads(switches.get(OPTIONS) or "{}")
+    is_adamw = switches.get("optimizer.name") == "adamw" and switches.get("algorithm.terms") == "[]"
+    scale = float(abs(weights[0])) if is_adamw and not is_clipped else 1.0
     epsilon = options.pop("eps", 1e-8) / scale
-    changed = {name: None for name in switches if name.startswith(ARGUMENT)}
-    changed |= {name: float(switches.get(name) or 0) / scale for name in SCALED}
-    changed[SURROGATE] = str(np.round(weights / scale, 5).tolist())
-    changed["optimizer.options"] = json.dumps(options | {"eps": epsilon if epsilon > SMALL_EPSILON else 0.0})
-    return switches | changed
+    relative = {name: float(switches.get(name) or 0) / scale for name in SCALED}
+    relative["gradient"] = tuple(np.round(weights / scale, 5).tolist())
+    relative[OPTIONS] = json.dumps(options | {"eps": epsilon if epsilon > SMALL_EPSILON else 0.0})
+    return make_setting(switches, ignore=(SURROGATE, ARGUMENT, OPTIONS, *SCALED)).union(relative.items())
+
+
+def has_clipped(run: LabRun) -> bool:
+    """True if a gradient's norm was above its limit, or may have been."""
+    limit = run.switches.get("optimizer.max_grad_norm")
+    norm = run.metrics["grad_norm"].max() if "grad_norm" in run.metrics else np.inf
+    return not isinstance(limit, int | float) or not (limit == 0 or norm < limit)
 
 
 def describe_identities(runs: Runs) -> Iterator[str]:
     """A sentence for each set of settings that are one algorithm."""
-    for _, names in runs.label[runs.configs.index].groupby(algorithms(runs)):
-        alike = list(dict.fromkeys(names))
-        if len(alike) > 1:
-            text = f"{', '.join(alike[:-1])} and {alike[-1]} are one algorithm here: the gradients of their losses are "
+    clipped = {run.setting for run in runs.labels if has_clipped(run)}
+    algorithms: dict[Setting, dict[str, None]] = {}
+    for run, label in runs.labels.items():
+        algorithms.setdefault(canonical(run, run.setting in clipped), {})[label] = None
+    for *others, last in algorithms.values():
+        if others:
+            text = f"{', '.join(others)} and {last} are one algorithm here: the gradients of their losses are "
             text += "equal up to a factor, which changes no step of AdamW while no norm is clipped. "
             yield f"{text}They can differ by luck alone, so their differences are the noise floor."

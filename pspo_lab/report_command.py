@@ -21,9 +21,8 @@ from pspo.tasks.files import local_path
 from pspo.terminal import one_line
 from pspo_lab.figures import draw_curves
 from pspo_lab.identities import describe_identities
-from pspo_lab.labels import shared_sentence
-from pspo_lab.runs import Runs, read_runs, run_folders
-from pspo_lab.settings import DATA, MODEL, SEED
+from pspo_lab.runs import LabRun, Runs, read_runs, run_folders
+from pspo_lab.settings import DATA, MODEL, shared_sentence
 from pspo_lab.tables import DIFFERENCES, NOTES, Cell, Value, main_values, make_cells, noise_floor, table_texts, tables
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm", "detects", "needs"]
@@ -36,10 +35,11 @@ MARKDOWN = re.compile(
 
 def split_tasks(runs: Runs) -> dict[str, Runs]:
     """By title: the runs of one model on the same training data, and the evaluations of all other models."""
-    tasks = {}
-    for (model, data), names in runs.configs.groupby([MODEL, DATA]).groups.items():
-        tasks[f"{model} on {data}"] = runs.compared(names, {model})
-    if others := {test.model for test in runs.tests} - set(runs.configs[MODEL]):
+    parts: dict[tuple[str, str], list[LabRun]] = {}
+    for run in runs.labels:
+        parts.setdefault((run.switches[MODEL], run.switches[DATA]), []).append(run)
+    tasks = {f"{model} on {data}": runs.compared(parts[model, data], {model}) for model, data in sorted(parts)}
+    if others := {test.model for test in runs.tests} - {model for model, _ in parts}:
         tasks["Other evaluations"] = runs.compared([], others)
     return tasks
 
@@ -59,7 +59,7 @@ def write_report(runs: Runs, output: Path) -> tuple[list[str], list[Path]]:
         for title, cells in task_tables.items():
             markdown += table_section(title, cells)
             records += [{"task": one_line(task), "table": title} | cell.record() for cell in cells]
-        if len(task_runs.configs):
+        if task_runs.labels:
             pictures.append(output / (f"{number}-curves.svg" if len(tasks) > 1 else "curves.svg"))
             draw_curves(task_runs, pictures[-1])
             markdown.append(f"![{pictures[-1].stem}]({pictures[-1].name})")
@@ -100,9 +100,10 @@ def describe_result(runs: Runs, tables: dict[str, list[Cell]]) -> Iterator[str]:
     if others:
         by = column.amount(winner.mean - others[0].mean)
         yield f"{winner.row} came first with {best}, {by} above {others[0].row}."
-        seeds = runs.configs[SEED]
-        first, second = ({seeds[v.run]: v for v in values if v.row == cell.row} for cell in (winner, others[0]))
-        yield describe_luck([first[seed] - second[seed] for seed in first if seed in second])
+        second = others[0].row
+        found = {(value.row, value.run.seed): value for value in values}
+        seeds = [seed for row, seed in found if row == winner.row and (second, seed) in found]
+        yield describe_luck([found[winner.row, seed] - found[second, seed] for seed in seeds])
     else:
         yield f"{winner.row} reached {best}; there is no second setting."
     sd, df = noise_floor(values)
@@ -131,11 +132,11 @@ def describe_luck(differences: Sequence[Value]) -> str:
 
 def describe_runs(runs: Runs) -> Iterator[str]:
     """Sentences: what the runs share, and what is not finished."""
-    configs = runs.configs
-    if len(configs):
-        yield f"{shared_sentence(configs)} A switch that a name leaves out has its default.".strip()
-    for run in configs.index.difference(runs.finished.configs.index):
-        yield f"Not finished, in the curves alone: {runs.label[run]}, seed {configs.loc[run, SEED]} ({run})"
+    if runs.labels:
+        yield f"{shared_sentence(runs.configs)} A switch that a name leaves out has its default.".strip()
+    for run in sorted(runs.labels, key=lambda run: run.name):
+        if not run.summary:
+            yield f"Not finished, in the curves alone: {runs.labels[run]}, seed {run.seed} ({run.name})"
 
 
 def main(args: Sequence[str] | None = None) -> None:

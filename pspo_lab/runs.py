@@ -10,38 +10,45 @@ import os
 import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from pspo.evaluate.statistics import at_k, measures
+from pspo.evaluate.statistics import Number, at_k, measures, read_numbers
 from pspo.files import DAMAGE, named_damage, read_json, read_jsonl
 from pspo.tasks.files import local_path
 from pspo.terminal import one_line
-from pspo_lab.labels import labels
-from pspo_lab.settings import DATA, MODEL, SEED, SURROGATE, not_compared, read_switches, setting_numbers
+from pspo_lab.settings import DATA, MODEL, SEED, Configs, Setting, Switches, make_labels, make_setting, read_switches
 
 STAGES = ("before", "after", "final")  # of a run: its model before training, the returned and the last one
-Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LabRun:
     """Contents of a run's folder; of another trainer's run, what there is."""
 
     folder: Path
-    switches: Row  # as `read_switches` makes them
+    switches: Switches
     metrics: pd.DataFrame  # step and the metrics, one row per rollout; NaN where one is missing or not finite
-    summary: Row  # empty while the run is not finished
+    summary: dict[str, Any]  # empty while the run is not finished
+    experiments: list[str]  # folders of the experiments that it and its duplicates belong to
 
     @property
     def name(self) -> str:
-        return str(local_path(self.folder))
+        return str(self.folder)
+
+    @property
+    def seed(self) -> int:
+        return self.switches[SEED]
+
+    @cached_property
+    def setting(self) -> Setting:
+        return make_setting(self.switches)
 
     def rollouts(self) -> pd.DataFrame:
         """The metrics with their time in seconds, and of a finished run at step 0 the validation before training."""
@@ -51,19 +58,11 @@ class LabRun:
         return pd.concat([pd.DataFrame(first), self.metrics.assign(time=seconds.cumsum())]).astype({"step": int})
 
 
-class Number(NamedTuple):
-    """A measure of a test, with its 95% interval over problems where there is one."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-
 @dataclass(frozen=True)
-class Test:
+class TestResult:
     """How well a model did on some problems."""
 
-    run: str | None  # None for a model that no run trained
+    run: LabRun | None  # None for a model that no run trained
     stage: str  # one of `STAGES`
     model: str  # that the run began with
     evaluation: str  # "summary", or the name of the evaluation's folder
@@ -76,35 +75,36 @@ class Test:
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs by name, which is their folder, and the tests of their models."""
+    """Runs, and the tests of their models."""
 
-    label: pd.Series  # by run the name of its setting, among those it is compared with
-    configs: pd.DataFrame  # by run every switch, and the experiment folders of this run and of its duplicates
-    folders: dict[str, LabRun]
-    tests: list[Test]
+    labels: dict[LabRun, str]  # by run the name of its setting, among those it is compared with
+    tests: list[TestResult]
 
-    def take(self, runs: Iterable[str]) -> "Runs":
+    def take(self, runs: Iterable[LabRun]) -> "Runs":
         """These runs, in this order, with their tests and those of models that no run trained."""
-        place: dict[str | None, int] = {run: i for i, run in enumerate(runs)}
-        configs = self.configs.loc[list(place)]
+        place: dict[LabRun | None, int] = {run: i for i, run in enumerate(runs)}
+        labels = {run: self.labels[run] for run in place}
         place[None] = len(place)
-        tests = sorted((test for test in self.tests if test.run in place), key=lambda test: place[test.run])
-        return replace(self, configs=configs, tests=tests)
+        tests = [test for test in self.tests if test.run in place]
+        return Runs(labels, sorted(tests, key=lambda test: place[test.run]))
 
-    def compared(self, runs: Iterable[str], models: Container[str]) -> "Runs":
+    def compared(self, runs: Iterable[LabRun], models: Container[str]) -> "Runs":
         """These runs, named by what tells them apart, and the tests of these models."""
         part = self.take(runs)
-        tests = [test for test in part.tests if test.model in models]
-        return replace(part, label=labels(part.configs), tests=tests)
+        return Runs(make_labels(part.configs), [test for test in part.tests if test.model in models])
+
+    @property
+    def configs(self) -> Configs:
+        return {run: run.switches for run in self.labels}
 
     @cached_property
     def finished(self) -> "Runs":
         """The runs that have a summary."""
-        return self.take([run for run in self.configs.index if self.folders[run].summary])
+        return self.take([run for run in self.labels if run.summary])
 
     def rollouts(self) -> pd.DataFrame:
         """`LabRun.rollouts` of all runs, with their name as run."""
-        return pd.concat([self.folders[run].rollouts().assign(run=run) for run in self.configs.index])
+        return pd.concat([run.rollouts().assign(run=run.name) for run in self.labels])
 
 
 def warn(line: str) -> None:
@@ -137,42 +137,33 @@ def read_runs(roots: Sequence[Path]) -> Runs:
     for root in roots:
         if not any(root.rglob("metrics.jsonl")) and not any(root.rglob("results.json")):
             warn(f"{root}: {'no run and no evaluation in it' if root.exists() else 'there is no such folder'}")
-    runs: dict[str, LabRun] = {}
-    tests: list[Test] = []
+    runs: dict[Path, LabRun] = {}
+    tests: list[TestResult] = []
     for folder in folders_with("metrics.jsonl", roots):
         with skip_unreadable(folder):
-            run = read_run(folder)
+            summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
+            run = LabRun(folder, read_switches(folder), read_metrics(folder), summary, [str(folder.parent.parent)])
             tests += summary_tests(run)
-            runs[run.name] = run
+            runs[folder] = run
     for folder in folders_with("results.json", roots):
         with skip_unreadable(folder):
             tests += evaluation_tests(folder, runs)
     if not runs and not tests:
         raise ValueError("no run and no evaluation in " + ", ".join(map(str, roots)))
-    rows = [run.switches | {"experiments": (str(run.folder.parent.parent),)} for run in runs.values()]
-    table = pd.DataFrame(rows, index=list(runs), dtype=object)
-    table = table.reindex(columns=sorted({MODEL, DATA, SURROGATE, *not_compared(), *table}))
-    table = table.where(table.notna(), None)
-    return sort_runs(Runs(labels(table), table, runs, tests))
+    return sort_runs(list(runs.values()), tests)
 
 
-def sort_runs(runs: Runs) -> Runs:
+def sort_runs(runs: list[LabRun], tests: list[TestResult]) -> Runs:
     """Sort by setting and seed, each once: of two runs the finished one."""
-    configs = runs.configs
-    keys = pd.DataFrame({"label": runs.label, "setting": setting_numbers(configs), "seed": configs[SEED]})
-    keys["unfinished"] = [not runs.folders[run].summary for run in keys.index]
-    keys = keys.sort_values([*keys], kind="stable")
-    first = keys.groupby(["setting", "seed"])["label"].transform(lambda seed_runs: seed_runs.index[0])
-    for run, other in first[first != first.index].items():
-        warn(f"{run}: the same setting and seed as {other}, whatever code it ran; left out")
-        configs.at[other, "experiments"] += configs.at[run, "experiments"]
-    return runs.take(first.unique())
-
-
-def read_run(folder: Path) -> LabRun:
-    """Read a run's folder; raises ValueError if it is damaged."""
-    summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
-    return LabRun(folder, read_switches(folder), read_metrics(folder), summary)
+    labels = make_labels({run: run.switches for run in runs})
+    number = {setting: i for i, setting in enumerate(dict.fromkeys(run.setting for run in runs))}
+    first: dict[tuple[Setting, int], LabRun] = {}
+    for run in sorted(runs, key=lambda run: (labels[run], number[run.setting], run.seed, not run.summary)):
+        other = first.setdefault((run.setting, run.seed), run)
+        if other is not run:
+            warn(f"{run.name}: the same setting and seed as {other.name}, whatever code it ran; left out")
+            other.experiments.extend(run.experiments)
+    return Runs(labels, tests).take(first.values())
 
 
 def read_metrics(folder: Path) -> pd.DataFrame:
@@ -185,7 +176,7 @@ def read_metrics(folder: Path) -> pd.DataFrame:
     return metrics.apply(pd.to_numeric, errors="coerce").replace([np.inf, -np.inf], np.nan).astype({"step": int})
 
 
-def summary_tests(run: LabRun) -> Iterator[Test]:
+def summary_tests(run: LabRun) -> Iterator[TestResult]:
     """The tests in a run's summary, none while it is not finished."""
     config = run.switches
     limit = config.get("rollout.max_completion_tokens")
@@ -196,24 +187,26 @@ def summary_tests(run: LabRun) -> Iterator[Test]:
         files = [run.folder / f"test-{name}.jsonl" for name in (stage, "after")]  # one test if the best is the last
         file = next((file for file in files if file.exists()), files[0])
         problems = f"{config[DATA]} test, n = {result['n']:,}"
-        yield Test(run.name, stage, config[MODEL], "summary", problems, limit, "0", file, read_numbers(result))
+        numbers = read_numbers(result)
+        yield TestResult(run, stage, config[MODEL], "summary", problems, limit, "0", file, numbers)
 
 
-def evaluation_tests(folder: Path, runs: dict[str, LabRun]) -> Iterator[Test]:
+def evaluation_tests(folder: Path, runs: dict[Path, LabRun]) -> Iterator[TestResult]:
     """The tests in an evaluation's folder, of the run whose model it evaluates if that is known."""
     results = read_json(folder / "results.json")
     model = Path(results["model"])
-    candidates = map(str, (model.resolve().parent, folder, *folder.parents))  # of RUN/best, or somewhere in RUN
+    candidates = (model.resolve().parent, folder, *folder.parents)  # of RUN/best, or somewhere in RUN
     run = next((runs[candidate] for candidate in candidates if candidate in runs), None)
     began_with = results["model"] if run is None else run.switches[MODEL]
-    name, stage = None, "before"
+    stage = "before"
     if os.path.abspath(results["model"]) != os.path.abspath(began_with):
-        name, stage = run.name, trained_stage(model, results.get("step"), run)
+        stage = trained_stage(model, results.get("step"), run)
+    trained = None if stage == "before" else run
     data = read_switches(folder)[DATA] if results["data"] == "file" else results["data"]
     problems = f"{data} {results['split']}, n = {results['n']:,}"
-    about = (name, stage, began_with, folder.name, problems, results.get("max_completion_tokens"))
+    about = (trained, stage, began_with, folder.name, problems, results.get("max_completion_tokens"))
     for temperature, result in results["temperatures"].items():
-        yield Test(*about, temperature, folder / "completions.jsonl", read_numbers(result))
+        yield TestResult(*about, temperature, folder / "completions.jsonl", read_numbers(result))
 
 
 def trained_stage(model: Path, step: int | None, run: LabRun) -> str:
@@ -226,18 +219,6 @@ def trained_stage(model: Path, step: int | None, run: LabRun) -> str:
     if step not in (None, newest):
         raise ValueError(f"evaluates step {step}, and this model of the run is step {newest}'s by now")
     return stage
-
-
-def read_numbers(result: Row) -> dict[str, Number]:
-    """Numbers by measure, of an evaluation ({"value", "ci95"}) or a summary, which has each interval beside them."""
-    numbers = {}
-    for name, value in result.items():
-        interval = result.get(f"{name}_ci95".removeprefix("accuracy_"))
-        if isinstance(value, dict) and "value" in value and "ci95" in value:
-            value, interval = value["value"], value["ci95"]
-        if isinstance(value, int | float):
-            numbers[name] = Number(value, *(interval or ()))  # of one problem there is none
-    return numbers
 
 
 @functools.cache

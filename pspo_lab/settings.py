@@ -1,4 +1,4 @@
-"""Settings of runs: the switches that make one, read from a folder's configuration."""
+"""Settings of runs: the switches that make one, read from a folder's configuration, and their names in tables."""
 
 import functools
 import importlib
@@ -6,14 +6,17 @@ import inspect
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
+from pspo.cli.parse import make_config
 from pspo.cli.settings import flat, read_config
+from pspo.config import TrainConfig, switches_with
 from pspo.tasks.files import local_path
+from pspo.terminal import one_line
 
 MODEL = "model.name_or_path"
 DATA = "data.name"
@@ -23,51 +26,64 @@ SURROGATE = "algorithm.surrogate.class_path"
 ARGUMENT = "algorithm.surrogate.init_args."
 REWARDS = "reward.functions"
 WEIGHTS = "reward.weights"
+NOT_COMPARED = switches_with("no setting")
 OF_A_SEED = r"(?<=seed-)\d+|\d{8}-\d{6}(-\d+)?"  # in the names of sweeps' runs, and of runs without a name
 
-
-def not_compared() -> list[str]:
-    """Columns of `Runs.configs` that are no part of a setting."""
-    from pspo.config import switches_with  # slow to import: torch
-
-    return ["experiments", *sorted(switches_with("no setting"))]
+Switches = dict[str, Any]  # of a run, by name: numbers and texts; None as if it were not there
+Configs = dict[Any, Switches]  # by run
+Setting = frozenset[tuple[str, Any]]  # what makes a run: equal of runs that differ in seed and files alone
 
 
-def read_switches(folder: Path) -> dict[str, Any]:
+def make_setting(switches: Switches, ignore: tuple[str, ...] = ()) -> Setting:
+    """The switches that make a setting, without those that begin with one of ``ignore``."""
+    names = [name for name in switches.keys() - NOT_COMPARED if not name.startswith(ignore)]
+    return frozenset((name, switches[name]) for name in names if switches[name] is not None)
+
+
+# Reading
+
+
+def read_switches(folder: Path) -> Switches:
     """The switches of a run or an evaluation, lists and mappings as JSON; where ours lack one, its default."""
-    switches = flat(read_config(folder / "config.yaml"))
-    " ".join(map(str, [*switches, *switches.values()])).encode()  # raises where half a surrogate pair is: no text
-    if switches.get(DATA) == "file":  # of which there are many
-        path = switches.get("data.path")
-        switches[DATA] = problems_fingerprint(folder, Path(str(path))) or path
-    experiment = folder.parent.parent
-    full = experiment.with_name(experiment.name.removesuffix("-search"))
-    if full != experiment and (full / "selection.json").exists():
-        switches["search"] = True  # its runs choose, and confirm nothing
-    if switches.get("run.fork_from"):
-        switches["forked"] = re.sub(OF_A_SEED, "*", str(switches["run.fork_from"]))
+    written = flat(read_config(folder / "config.yaml"))
+    " ".join(map(str, [*written, *written.values()])).encode()  # raises where half a surrogate pair is: no text
     named = {
-        MODEL: str(switches.get(MODEL) or "unknown"),
-        DATA: str(switches.get(DATA) or local_path(folder)),
-        SEED: int(str(switches.get(SEED) or 0)),
-        SURROGATE: str(switches.get(SURROGATE) or switches.get("trainer") or "unknown"),
+        MODEL: str(written.get(MODEL) or "unknown"),
+        DATA: data_name(folder, written),
+        SEED: int(str(written.get(SEED) or 0)),
+        SURROGATE: str(written.get(SURROGATE) or written.get("trainer") or "unknown"),
     }
-    known = {} if "trainer" in switches else defaults(named[SURROGATE])
-    return known | plain_switches(switches) | named
+    known = {} if "trainer" in written else defaults(named[SURROGATE])
+    return known | plain_switches(written) | named | origin(folder, written)
 
 
-def problems_fingerprint(folder: Path, path: Path) -> str | None:
-    """A name by content for the problems that `pspo.train` wrote into each run's folder; None for other files."""
+def data_name(folder: Path, switches: Switches) -> str:
+    """The data's name; of a file its path, but a name by content for problems that `pspo.train` wrote into a folder."""
+    if switches.get(DATA) != "file":  # of which there are many
+        return str(switches.get(DATA) or local_path(folder))
+    path = Path(str(switches.get("data.path")))
     for run in (folder, *folder.parents):  # an evaluation's is above it
-        files = sorted((run / "data").glob("*.jsonl"))
         if path.name == "data" and (run / "data/.of_a_run").exists():  # wherever the run is now
+            files = sorted((run / "data").glob("*.jsonl"))
             content = b"".join(file.name.encode() + file.read_bytes() for file in files)
             return f"problems {zlib.crc32(content):08x}"
-    return None
+    return str(switches.get("data.path") or local_path(folder))
 
 
-def plain_switches(switches: dict[str, Any]) -> dict[str, Any]:
-    """Switches with lists and mappings as JSON, so that tables can group by them; rewards with their weights."""
+def origin(folder: Path, switches: Switches) -> Switches:
+    """What else makes a setting: the search that a run belongs to, and the run, of any seed, that it is a fork of."""
+    found = {}
+    experiment = str(folder.parent.parent)
+    full = experiment.removesuffix("-search")
+    if full != experiment and Path(full, "selection.json").exists():
+        found["search"] = True  # its runs choose, and confirm nothing
+    if switches.get("run.fork_from"):
+        found["forked"] = re.sub(OF_A_SEED, "*", str(switches["run.fork_from"]))
+    return found
+
+
+def plain_switches(switches: Switches) -> Switches:
+    """Switches with lists and mappings as JSON, so that settings are hashable; rewards with their weights."""
     functions = switches.get(REWARDS)
     weights = switches.get(WEIGHTS)
     if isinstance(functions, list) and isinstance(weights, list) and len(functions) == len(weights):
@@ -76,21 +92,19 @@ def plain_switches(switches: dict[str, Any]) -> dict[str, Any]:
     return {
         name: json.dumps(value, default=str) if isinstance(value, list | set | dict) else value
         for name, value in switches.items()
+        if value == value  # NaN
     }
 
 
 @functools.cache
-def defaults(class_path: str = "") -> dict[str, Any]:
-    """The default of every switch, as `Runs.configs` has it, with the arguments of a surrogate of `pspo.losses`."""
-    from pspo.cli.parse import make_config  # slow to import: torch
-    from pspo.config import TrainConfig
-
+def defaults(class_path: str = "") -> Switches:
+    """The default of every switch, with the arguments of a surrogate of `pspo.losses`."""
     switches = plain_switches(flat(make_config(TrainConfig, "pspo", [], {})[1]))
     arguments = {ARGUMENT + name: value for name, value in default_arguments(class_path).items()}
     return {name: value for name, value in switches.items() if not name.startswith(ARGUMENT)} | arguments
 
 
-def default_arguments(class_path: str) -> dict[str, Any]:
+def default_arguments(class_path: str) -> Switches:
     """Defaults of a class's arguments, of our own rewards and losses: nothing else that a file names is imported."""
     module, _, name = str(class_path).rpartition(".")
     if module not in ("pspo.tasks", "pspo.losses"):
@@ -100,14 +114,86 @@ def default_arguments(class_path: str) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in parameters.items()}
 
 
-def setting_numbers(configs: pd.DataFrame, ignore: Sequence[str] = ()) -> pd.Series:
-    """Number of each run's setting; settings that differ in the ignored switches alone have one number."""
-    switches = configs.drop(columns=[*not_compared(), *ignore], errors="ignore")
-    return switches.groupby([*switches], dropna=False, sort=False).ngroup()
+# Names, as a person would write them
 
 
-def methods(configs: pd.DataFrame) -> pd.Series:
+def make_labels(configs: Configs) -> dict[str, str]:
+    """Name of each run's setting: its surrogate, and the switches in which these runs differ, unless at their default.
+
+    A surrogate's arguments come first, all that are not at their default, which is unknown for a class of a user's. A
+    learning rate is always said.
+    """
+    short = short_names(configs)
+    names = [name for name in sorted(short) if name.startswith(ARGUMENT)]
+    names += [name for name in differing(configs) if not name.startswith(ARGUMENT)]
+    value_text = {name: text_function([switches.get(name) for switches in configs.values()]) for name in names}
+    method = methods(configs)
+    texts = {}
+    for run, switches in configs.items():
+        usual = defaults(switches[SURROGATE]) | {RATE: None}
+        changed = [name for name in names if switches.get(name) not in (None, usual.get(name))]
+        parts = [f"{short[name]}={value_text[name](switches[name])}" for name in changed]
+        text = f"{method[run]} ({', '.join(parts)})" if parts else method[run]
+        texts[run] = one_line(text).replace(" - ", " – ")  # " - " stands between two labels
+    return texts
+
+
+def methods(configs: Configs) -> dict[str, str]:
     """Name of each run's surrogate, with its module where two have one name."""
-    paths = configs[SURROGATE].astype(str)
-    names = paths.str.split(".").str[-1]
-    return names.where(paths.groupby(names).transform("nunique") == 1, paths)
+    paths = {run: switches[SURROGATE] for run, switches in configs.items()}
+    names = {path: path.rpartition(".")[2] for path in paths.values()}
+    count = Counter(names.values())
+    return {run: names[path] if count[names[path]] == 1 else path for run, path in paths.items()}
+
+
+def differing(configs: Configs) -> list[str]:
+    """Switches in which settings differ, surrogates aside; what another trainer did not record counts as equal."""
+    varied = []
+    for name in sorted(short_names(configs).keys() - NOT_COMPARED - {SURROGATE}):
+        known = [s for s in configs.values() if s.get(name) is not None or "trainer" not in s]
+        if len({switches.get(name) for switches in known}) > 1:
+            varied.append(name)
+    return varied
+
+
+def shared_sentence(configs: Configs) -> str:
+    """The switches that all runs share and that are at no default, model and data aside; "" if there are none."""
+    short = short_names(configs)
+    shared = frozenset.intersection(*(make_setting(s, ignore=(MODEL, DATA, SURROGATE)) for s in configs.values()))
+    default_values = defaults() | {RATE: None}
+    unusual = {name: value for name, value in sorted(shared) if value != default_values.get(name, value)}
+    texts = [f"{short[name]}={short_value(value)}" for name, value in unusual.items()]
+    return f"All have {', '.join(texts)}." if texts else ""
+
+
+def short_names(configs: Configs) -> dict[str, str]:
+    """The last word of each switch, and the whole where another one ends in it."""
+    words = {name: name.rpartition(".")[2] for switches in configs.values() for name in switches}
+    count = Counter(word for name, word in words.items() if not name.startswith(ARGUMENT))
+    return {name: word if name.startswith(ARGUMENT) or count[word] == 1 else name for name, word in words.items()}
+
+
+def text_function(values: list[Any]) -> Callable[[Any], str]:
+    """How labels write a switch's values: short where that tells them apart."""
+    return short_value if len(set(map(short_value, values))) == len(set(values)) else str
+
+
+def short_value(value: Any) -> str:
+    """A switch's value in a label: of classes and functions their last names, of a folder its last part."""
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        with suppress(ValueError):  # text, and neither list nor mapping
+            value = json.loads(value)
+    if isinstance(value, list):
+        has_weights = any(isinstance(part, dict) and "weight" in part for part in value)
+        return (" + " if has_weights else " ").join(map(short_value, value))
+    if isinstance(value, dict) and "weight" in value:
+        return f"{value['weight']:g} {short_value(value['reward'])}".removeprefix("1 ")
+    if isinstance(value, dict) and "class_path" in value:
+        usual = default_arguments(value["class_path"])
+        changed = {name: part for name, part in value.get("init_args", {}).items() if part != usual.get(name, ...)}
+        arguments = ", ".join(f"{name}={short_value(part)}" for name, part in changed.items())
+        return short_value(value["class_path"]) + (f"({arguments})" if arguments else "")
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {short_value(part)}" for name, part in value.items())
+    text = re.sub(r"(?<![\w./-])[\w./-]*[./](?=[A-Za-z_])", "", " ".join(str(value).split()))
+    return text if len(text) <= 40 else f"{text[:39]}…"

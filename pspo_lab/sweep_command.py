@@ -167,7 +167,7 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
     column = Column("", "", is_share=True)
     if sweep.pilot is not None:
         pilot = read_runs(run_folders([sweep.pilot])).finished
-        require(len(pilot.configs) > 0, "pilot", "must have finished runs", sweep.pilot)
+        require(len(pilot.labels) > 0, "pilot", "must have finished runs", sweep.pilot)
         yield describe_time(pilot, [job for method in plan for job in planned_jobs(method) if not job.trained])
         if sd is None:
             values = main_values(pilot)
@@ -190,10 +190,10 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
 
 def describe_time(pilot: Runs, jobs: Sequence[Job]) -> str:
     """A sentence: the time that the jobs take at the pilot's seconds a step."""
-    summaries = [pilot.folders[run].summary for run in pilot.configs.index]
+    summaries = [run.summary for run in pilot.labels]
     seconds = sum(summary["seconds"] for summary in summaries) / sum(one["optimizer_steps"] for one in summaries)
     steps = sum(job.config["run"]["max_steps"] for job in jobs)
-    device = read_json(Path(pilot.configs.index[0], "environment.json")).get("device", "machine")
+    device = read_json(next(iter(pilot.labels)).folder / "environment.json").get("device", "machine")
     hours = f"{seconds * steps / 3600:.1f} hours of the pilot's {device}"
     return f"{steps:,} optimizer steps take about {hours}: {seconds:.2f} s each there."
 

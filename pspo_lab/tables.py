@@ -13,8 +13,8 @@ from scipy.stats import t
 
 from pspo.terminal import one_line
 from pspo_lab.power import Estimate, estimate
-from pspo_lab.runs import STAGES, Runs, Test, read_problems, skip_unreadable
-from pspo_lab.settings import SEED, methods, setting_numbers
+from pspo_lab.runs import STAGES, LabRun, Runs, TestResult, read_problems, skip_unreadable
+from pspo_lab.settings import make_setting, methods
 
 BASELINES = ("Clip", "NoClip")  # of the paired differences
 TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
@@ -64,12 +64,11 @@ class Column(NamedTuple):
 class Value:
     """A number of a run, or the difference of two runs."""
 
-    run: str | None  # None for a model before training
+    run: LabRun | None  # None for a model before training
     row: str  # the setting, that model, or the difference of two settings
     column: Column
     value: float
-    low: float | None = None  # 95% over problems
-    high: float | None = None
+    interval: Sequence[float] | None = None  # 95% over problems
     answers: pd.Series | None = None  # the problems' values, which it is the mean of; None where they are unknown
 
     def __sub__(self, other: "Value") -> "Value":
@@ -83,7 +82,7 @@ class Value:
 def accuracies(runs: Runs, *stages: str, sampled: bool = False) -> list[Value]:
     """Values of tests in these stages, greedy or all. An evaluation counts before the summary's same number."""
     has_limits = len({test.limit for test in runs.tests} - {None}) > 1
-    values: dict[tuple[str, Column], Value] = {}
+    values: dict[tuple[LabRun | str, Column], Value] = {}
     for test in sorted(runs.tests, key=lambda test: STAGES.index(test.stage)):  # of one stage a run's summary is first
         is_greedy = test.temperature == "0"
         if test.stage not in stages or not (is_greedy or sampled):
@@ -96,14 +95,15 @@ def accuracies(runs: Runs, *stages: str, sampled: bool = False) -> list[Value]:
         for measure in shown_measures(test):
             name = f"{'final ' if test.stage == 'final' else ''}{measure.replace('_', ' ')}"
             column = Column(title, name, measure != "mean_reward")
-            run, row = (None, test.model) if test.stage == "before" else (test.run, runs.label[test.run])
+            run, row = (None, test.model) if test.stage == "before" else (test.run, runs.labels[test.run])
             values.pop((run or row, column), None)
+            number = test.numbers[measure]
             answers = problem_values(test, measure)
-            values[run or row, column] = Value(run, row, column, *test.numbers[measure], answers=answers)
+            values[run or row, column] = Value(run, row, column, number.value, number.ci95, answers)
     return list(values.values())
 
 
-def shown_measures(test: Test) -> list[str]:
+def shown_measures(test: TestResult) -> list[str]:
     """Accuracies, of samples also pass@k and maj@k; without gold answers the reward."""
     shown = "accuracy|gold_anywhere" if "accuracy" in test.numbers else "mean_reward"
     if test.temperature != "0":
@@ -111,7 +111,7 @@ def shown_measures(test: Test) -> list[str]:
     return [measure for measure in test.numbers if re.fullmatch(shown, measure)]
 
 
-def problem_values(test: Test, measure: str) -> pd.Series | None:
+def problem_values(test: TestResult, measure: str) -> pd.Series | None:
     """A measure of each problem of a test; None without their file."""
     if test.file.exists():
         with skip_unreadable(test.file):
@@ -128,8 +128,8 @@ def smoothed(values: pd.Series) -> pd.Series:
 def learning(runs: Runs) -> list[Value]:
     """Values of the course of the training reward."""
     courses = {}
-    for run in runs.configs.index:
-        metrics = runs.folders[run].metrics.reindex(columns=["reward", "validation_reward"])
+    for run in runs.labels:
+        metrics = run.metrics.reindex(columns=["reward", "validation_reward"])
         rewards = metrics["reward"].dropna()
         validation = metrics["validation_reward"].dropna()
         if rewards.empty:
@@ -137,7 +137,7 @@ def learning(runs: Runs) -> list[Value]:
         windows = smoothed(rewards)
         peak = windows.max()
         final = windows.iloc[-1]
-        best_step = runs.folders[run].summary.get("best_step")
+        best_step = run.summary.get("best_step")
         courses[run] = {
             "final reward": final,
             "peak reward": peak,
@@ -149,20 +149,19 @@ def learning(runs: Runs) -> list[Value]:
         }
     numbers = pd.DataFrame.from_dict(courses, orient="index").melt(ignore_index=False).dropna()  # column by column
     columns = {name: Column("", name, name in OF_SEEDS) for name in numbers["variable"]}
-    return [Value(run, runs.label[run], columns[name], value) for run, name, value in numbers.itertuples()]
+    return [Value(run, runs.labels[run], columns[name], value) for run, name, value in numbers.itertuples()]
 
 
 def paired_differences(runs: Runs) -> list[Value]:
     """Every setting minus every baseline of its experiment, by seed; of two baselines one difference."""
-    configs = runs.configs
-    rest = setting_numbers(configs, ignore=[name for name in configs if name.startswith(TREATMENT)])
-    is_baseline = methods(configs).isin(BASELINES)
-    rows = list(dict.fromkeys(runs.label[configs.index]))
+    rest = {run: make_setting(run.switches, ignore=TREATMENT) for run in runs.labels}
+    is_baseline = {run: method in BASELINES for run, method in methods(runs.configs).items()}
+    rows = list(dict.fromkeys(runs.labels.values()))
     rewards = [value for value in learning(runs) if value.column.measure in COMPARED]
     together: dict[tuple[Any, ...], list[Value]] = {}
     for value in accuracies(runs, "after", "final") + rewards:
-        for experiment in configs.at[value.run, "experiments"]:
-            key = (configs.at[value.run, SEED], value.column, experiment, rest[value.run])
+        for experiment in value.run.experiments:
+            key = (value.run.seed, value.column, experiment, rest[value.run])
             together.setdefault(key, []).append(value)
     differences = {}
     for (seed, column, *_), comparable in together.items():
@@ -197,15 +196,15 @@ class Cell:
     column: Column
     seeds: int  # 0 for a model before training
     mean: float
-    low: float | None  # 95%: of three seeds or more over seeds and problems, of one over problems
-    high: float | None
+    interval: Sequence[float] | None  # 95%: of three seeds or more over seeds and problems, of one over problems
     estimate: Estimate | None = None  # of three seeds or more
     holm: float | None = None  # p of a difference, adjusted for the number of all in its table by Holm (1979)
 
     def record(self) -> dict[str, Any]:
         """Columns of table.csv, in which shares are written as shares."""
         record = {"row": one_line(self.row), "column": one_line(str(self.column).removesuffix(" (%)"))}
-        record |= {name: getattr(self, name) for name in ("seeds", "mean", "low", "high")}
+        low, high = self.interval or (None, None)
+        record |= {"seeds": self.seeds, "mean": self.mean, "low": low, "high": high}
         if self.holm is not None:
             found = self.estimate
             record |= {"p": found.p(), "holm": self.holm, "detects": found.detects(), "needs": found.seeds_text()}
@@ -213,9 +212,10 @@ class Cell:
 
     def __str__(self) -> str:
         mean = self.column.number(self.mean)
-        if self.low is None:
+        if self.interval is None:
             return mean
-        return f"{mean} [{self.column.number(self.low)}, {self.column.number(self.high)}]"
+        low, high = map(self.column.number, self.interval)
+        return f"{mean} [{low}, {high}]"
 
 
 def make_cells(values: Iterable[Value]) -> list[Cell]:
@@ -226,13 +226,13 @@ def make_cells(values: Iterable[Value]) -> list[Cell]:
     cells = []
     for (row, column), seeds in groups.items():
         mean = float(np.mean([value.value for value in seeds]))
-        interval = (seeds[0].low, seeds[0].high) if len(seeds) == 1 else (None, None)
+        interval = seeds[0].interval if len(seeds) == 1 else None
         found = None
         if len(seeds) >= SEEDS_FOR_AN_INTERVAL and column.measure not in OF_SEEDS:
             found = estimate_seeds(seeds)
             interval = found.interval()
         n_trained = sum(value.run is not None for value in seeds)
-        cells.append(Cell(row, column, n_trained, mean, *interval, found))
+        cells.append(Cell(row, column, n_trained, mean, interval, found))
     return cells
 
 

@@ -9,24 +9,52 @@ The page is one HTML file that asks no host for anything. Charts are uPlot's (ht
 
 import argparse
 import base64
+import contextlib
 import gzip
 import html
 import json
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+import torch
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
+from pyarrow import parquet
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from pspo.cli.parse import make_config
+from pspo.cli.values import class_names
+from pspo.config import TrainConfig
 from pspo.endings import user_errors
-from pspo.files import write_text
+from pspo.evaluate.statistics import Number, as_text, measure_name
+from pspo.files import DAMAGE, numbered, read_json, read_jsonl, step_of, write_text
+from pspo.losses import Surrogate, token_weights
 from pspo.tasks.files import local_path, plain
-from pspo_lab.identities import surrogate_classes
-from pspo_lab.runs import read_runs, run_folders
-from pspo_lab.view_data import page_data, parse_surrogate
+from pspo.tasks.problem import Messages, content_text
+from pspo.token_table import COLUMNS, TOKENS
+from pspo_lab.figures import method_colours
+from pspo_lab.findings import find
+from pspo_lab.identities import RATIOS, make_surrogate, token_curve
+from pspo_lab.runs import LabRun, Runs, read_runs, run_folders, skip_unreadable, warn
+from pspo_lab.settings import DATA, MODEL, SURROGATE, Setting, differing, methods, short_names
+from pspo_lab.tables import mean_over_seeds
 
 FOLDER = Path(__file__).parent / "page"
+TOKEN_TYPES = COLUMNS | {"token_id": float}  # which a run of another trainer may lack
+NEWEST = ("reward", "validation_reward", "entropy", "kl_old_new", "truncated_share")  # in the table of runs
+MEASURES = ("mean_reward", "accuracy", "gold_anywhere")
+MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
+MOST_SAMPLES = 8_000  # completions on it, of each run
+MOST_CHANGES = 200  # test problems that came out differently
+
+Record = dict[str, Any]
 
 
 def view(*runs: str | Path, surrogates: Sequence[str] = (), height: int = 900) -> Any:
@@ -43,13 +71,23 @@ def make_page(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
     assets = {name: Markup((FOLDER / file).read_text(encoding="utf-8")) for name, file in files.items()}
     template = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html.j2")
     compared = {text: parse_surrogate(text) for text in surrogates}
-    compared = compared or {name: surrogate() for name, surrogate in surrogate_classes().items()}
+    compared = compared or {name: surrogate() for name, surrogate in class_names(Surrogate).items()}
     runs = read_runs(roots)
-    if runs.configs.empty:
+    if not runs.labels:
         raise ValueError(f"no run is in {', '.join(map(str, roots))}")
     content = json.dumps(plain(page_data(runs, compared))).encode()  # ASCII: lone surrogates are escaped
     data = base64.b64encode(gzip.compress(content, mtime=0)).decode()  # in which no text can end the element
     return template.render(title=", ".join(root.resolve().name for root in roots), data=data, **assets)
+
+
+def parse_surrogate(text: str) -> Surrogate:
+    """A surrogate from ``PSPO``, ``Clip(epsilon=0.1)`` or ``my_loss.SoftClip(width=2)``; ValueError if it is none."""
+    match = re.fullmatch(r"([\w.]+)(?:\((.*)\))?", text)
+    if match is None:
+        raise ValueError(f"--surrogates {text}: write Name or 'Name(parameter=1.0)'")
+    arguments = [part.strip() for part in (match[2] or "").split(",") if part.strip()]
+    words = [f"--algorithm.surrogate={match[1]}", *(f"--algorithm.surrogate.{part}" for part in arguments)]
+    return make_config(TrainConfig, "pspo view", words, {})[0].algorithm.surrogate
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -65,3 +103,210 @@ def main(args: Sequence[str] | None = None) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, make_page(runs, options.surrogates))
     print(f"{output}  ({output.stat().st_size / 1e6:.1f} MB)")
+
+
+# Contents
+
+
+def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
+    """Everything on the page; ``surrogates`` by the name they are shown by, each run's is added."""
+    names = short_names(runs.configs)
+    varied = {switch: names[switch] for switch in differing(runs.configs)}
+    pages = {}
+    tests = []
+    for run, label in runs.labels.items():
+        with skip_unreadable(run.folder):
+            page = describe_run(run, label, varied)
+            tests.append(changed_tests(run.folder))
+            pages[run.folder] = page
+    return {
+        "curves": list(setting_curves(runs)),
+        "runs": list(pages.values()),
+        "surrogates": {name: surrogate_curve(surrogate) for name, surrogate in surrogates.items()},
+        **recorded_groups(list(pages), surrogates),
+        "tests": tests,
+    }
+
+
+def setting_curves(runs: Runs) -> Iterator[Record]:
+    """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
+    members: dict[Setting, list[LabRun]] = {}
+    for run in runs.labels:
+        members.setdefault(run.setting, []).append(run)
+    number = {run.name: i for i, seeds in enumerate(members.values()) for run in seeds}
+    method = methods(runs.configs)
+    colours = method_colours(method.values())
+    numbers = runs.rollouts().set_index(["run", "step"]).select_dtypes("number")
+    values = numbers.melt(var_name="column", ignore_index=False).dropna(subset="value").reset_index()
+    means = mean_over_seeds(values.assign(row=values["run"].map(number)), by=["row", "column", "step"])
+    for seeds, (i, cells) in zip(members.values(), means.groupby("row"), strict=True):
+        sides = {side: cells.pivot(index="step", columns="column", values=side) for side in ("mean", "low", "high")}
+        yield {
+            "label": runs.labels[seeds[0]],
+            "color": colours[method[seeds[0]]],
+            "setting": i,
+            "seeds": len(seeds),
+            "step": encode_floats(sides["mean"].index),
+            **{side: encode_columns(table, list(table)) for side, table in sides.items()},
+        }
+
+
+def encode_floats(values: Any) -> str:
+    """Numbers as the base64 text of float32, which the page reads without rounding."""
+    return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
+
+
+def describe_run(run: LabRun, label: str, varied: dict[str, str]) -> Record:
+    """A run's name and ends, its row in the table of runs (``varied``: switches by name), and what the doctor finds."""
+    switches = run.switches
+    summary = run.summary
+    method = switches[SURROGATE].rpartition(".")[2]
+    newest = run.metrics.ffill().iloc[-1]
+    step = int(newest["step"])
+    progress = f"step {step} of {switches['run.max_steps']}" if switches.get("run.max_steps") else f"step {step}"
+    about = [f"{Path(switches[MODEL]).name} on {switches[DATA]}", method, f"seed {run.seed}", progress]
+    before, after = (summary.get(stage) or {} for stage in ("before", "after"))
+    for name in MEASURES:
+        if name in before and name in after:
+            first, last = (as_text(name, Number(test[name])) for test in (before, after))
+            about.append(f"{measure_name(name)} {first} before, {last} after")
+    row = {"method": method} | {short: switches.get(switch) for switch, short in varied.items()}
+    row |= {"seed": run.seed, "step": step} | {name: newest.get(name) for name in NEWEST}
+    row |= {f"test {measure_name(name)}": after.get(name) for name in MEASURES}
+    seconds = run.metrics.filter(like="seconds/").sum().sum()
+    is_whole = seconds > 0 and not switches.get("run.fork_from")  # a fork counts its parent's tokens
+    best = run.folder / "best/validation.json"
+    return {
+        "name": f"{label}, seed {run.seed}",
+        "label": label,
+        "seed": run.seed,
+        "method": method,
+        "about": " · ".join(about),
+        "curve": surrogate_curve(make_surrogate(switches)),
+        "best_step": read_json(best)["step"] if best.is_file() else summary.get("best_step"),
+        "findings": [finding._asdict() for finding in find(run.metrics, switches, summary)],
+        "row": row | {"tokens/s": newest.get("tokens", np.nan) / seconds if is_whole else None},
+    }
+
+
+def changed_tests(folder: Path) -> Record:
+    """Test problems whose completion changed its reward in training, how many, and the first: the worst."""
+    changes = []
+    for old, new in zip(*(read_jsonl(folder / f"test-{when}.jsonl") for when in ("before", "after")), strict=False):
+        if None not in (old["reward"], new["reward"]) and old["reward"] != new["reward"]:
+            sides = (("before", old), ("after", new))
+            shown = {when: {"text": one["completion"], "value": float(one["reward"])} for when, one in sides}
+            changes.append({"prompt": prompt_text(old["prompt"]), "gold": old["gold"], **shown})
+    changes.sort(key=lambda change: change["after"]["value"] - change["before"]["value"])
+    worse = sum(change["after"]["value"] < change["before"]["value"] for change in changes)
+    return {"worse": worse, "better": len(changes) - worse, "shown": changes[:MOST_CHANGES]}
+
+
+def prompt_text(prompt: str | Messages) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{turn['role']}: {content_text(turn)}" for turn in prompt)
+
+
+def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -> Record:
+    """The recorded groups of all runs, with the visits to their tokens; beyond `MOST_TOKENS` some rollouts' only."""
+    files = [{step_of(file): file for file in numbered(folder / TOKENS, ".parquet")} for folder in folders]
+    visits = 0
+    for file in (file for run_files in files for file in run_files.values()):
+        with contextlib.suppress(OSError, ValueError):  # `recorded_tokens` names a damaged file
+            visits += parquet.read_metadata(file).num_rows
+    groups = []
+    left_out = 0
+    for run, (folder, token_files) in enumerate(zip(folders, files, strict=True)):
+        with skip_unreadable(folder):
+            samples = read_jsonl(folder / "samples.jsonl")
+            steps = sorted({sample["step"] for sample in samples})
+            every = max(1, math.ceil(visits / MOST_TOKENS), math.ceil(len(samples) / MOST_SAMPLES))
+            on_page = {*steps[::every], *steps[-1:]}
+            left_out += len(steps) - len(on_page)
+            for step, step_samples in groupby(samples, key=lambda sample: sample["step"]):
+                if step in on_page:
+                    rollout = list(step_samples)
+                    has_tokens = step in token_files
+                    tokens = recorded_tokens(token_files[step], len(rollout), surrogates) if has_tokens else {}
+                    groups += make_groups(run, rollout, tokens)
+    return {"groups": groups, "left_out": left_out}
+
+
+def make_groups(run: int, samples: Sequence[Record], tokens: dict[int, Record]) -> Iterator[Record]:
+    """The groups of a rollout from its lines of ``samples.jsonl``, and tokens by line; None for what is not there."""
+    completions = []
+    for row, sample in enumerate(samples):
+        values = {name: sample.get(name) for name in ("sample", "reward", "advantage", "tokens", "truncated")}
+        text = sample.get("completion", "")
+        completions.append(values | {"rewards": sample.get("rewards", {}), "text": text, "recorded": tokens.get(row)})
+    starts = [row for row, sample in enumerate(samples) if sample["sample"] == 0]
+    for start, end in pairwise([*starts, len(samples)]):
+        first = samples[start]
+        yield {
+            "run": run,
+            "step": first["step"],
+            "problem": first["problem"],
+            "prompt": prompt_text(first.get("prompt", "")),
+            "gold": first.get("gold"),
+            "completions": completions[start:end],
+        }
+
+
+def recorded_tokens(file: Path, n_rows: int, surrogates: dict[str, Surrogate]) -> dict[int, Record]:
+    """The tokens of a rollout's rows, with the optimizer steps' visits to them; the run's own weights are named ""."""
+    try:
+        table = pd.read_parquet(file).reindex(columns=[*TOKEN_TYPES]).astype(TOKEN_TYPES)
+        if table["row"].max() >= n_rows:
+            raise ValueError("samples.jsonl lacks completions whose tokens it has")
+    except (OSError, ValueError, *DAMAGE) as error:
+        warn(f"{file} is not what a run records ({error}); left out")
+        return {}
+    table = table.sort_values(["step", "row", "position"], ignore_index=True)
+    if table[["logprob", "old_logprob", "advantage"]].notna().any().all():  # none if no optimizer step visited it
+        for name, surrogate in surrogates.items():
+            steps = [surrogate_weights(surrogate.bind_step(step - 1), visits) for step, visits in table.groupby("step")]
+            table[f"weight {name}"] = pd.concat(steps)
+    tokens = {}
+    for row, visits in table.groupby("row"):
+        first = visits[visits["step"] == visits["step"].min()]
+        tokens[row] = {
+            "text": first["text"].fillna("").tolist(),
+            "id": first["token_id"].tolist(),
+            "position": first["position"].tolist(),
+            "visits": [make_visit(step, visit, surrogates) for step, visit in visits.groupby("step")],
+            **encode_columns(first, ("old_logprob", "sampler_logprob", "reference_logprob")),
+        }
+    return tokens
+
+
+def make_visit(step: int, visit: pd.DataFrame, surrogates: Iterable[str]) -> Record:
+    """An optimizer step's visit to the tokens of a completion."""
+    weights = encode_columns(visit, [f"weight {name}" for name in surrogates] + ["weight"])
+    return {
+        "step": int(step),
+        "weights": {name.removeprefix("weight").strip(): values for name, values in weights.items()},
+        **encode_columns(visit, ("logprob", "entropy")),
+    }
+
+
+def encode_columns(table: pd.DataFrame, names: Sequence[str]) -> dict[str, str]:
+    """The columns that have values, as `encode_floats` writes them."""
+    return {name: encode_floats(table[name]) for name in names if name in table and table[name].notna().any()}
+
+
+def surrogate_weights(surrogate: Callable[..., Tensor], table: pd.DataFrame) -> pd.Series:
+    """`token_weights` of a surrogate at the recorded tokens of a step, by the code that trains."""
+    lengths = table.groupby("row").size().tolist()
+    names = ("logprob", "old_logprob", "advantage")
+    values = [pad_sequence(torch.tensor(table[name].to_numpy()).split(lengths), batch_first=True) for name in names]
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (B, T)
+    return pd.Series(token_weights(surrogate, *values, mask)[mask].numpy(), table.index)
+
+
+def surrogate_curve(surrogate: Surrogate | None) -> Record | None:
+    """dL/dlogprob against the ratio for advantages 1 and -1; None if it depends on the rest of a completion."""
+    above, below = (token_curve(surrogate, advantage) if surrogate else None for advantage in (1.0, -1.0))
+    if above is None or below is None:
+        return None
+    return {"ratio": encode_floats(RATIOS), "above": encode_floats(above), "below": encode_floats(below)}

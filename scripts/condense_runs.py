@@ -37,7 +37,6 @@ def test_numbers(runs: Runs) -> pd.DataFrame:
     A run that was evaluated has the numbers of the model that it began with, too.
     """
     evaluated = {test.run for test in runs.tests if test.evaluation != "summary"} - {None}
-    began_with = runs.configs.loc[sorted(evaluated), MODEL]
     columns: dict[str, dict[str, float]] = {}
     for test in runs.tests:
         if test.temperature != "0":
@@ -46,26 +45,27 @@ def test_numbers(runs: Runs) -> pd.DataFrame:
         if test.evaluation != "summary":
             name = f"{'untrained_' if test.stage == 'before' else ''}{test.evaluation}"
             measures = {"mean_reward": f"{name}_reward", "gold_anywhere": f"{name}_gold_anywhere"}
-        owners = [test.run] if test.run else began_with.index[began_with == test.model]
+        owners = [test.run] if test.run else [run for run in evaluated if run.switches[MODEL] == test.model]
         for measure, column in measures.items():
             if measure in test.numbers:
-                columns.setdefault(column, {}).update(dict.fromkeys(owners, 100 * test.numbers[measure].value))
-    return pd.DataFrame(columns, index=runs.configs.index).sort_index(axis=1)
+                columns.setdefault(column, {}).update({run.name: 100 * test.numbers[measure].value for run in owners})
+    return pd.DataFrame(columns, index=[run.name for run in runs.labels]).sort_index(axis=1)
 
 
 def condense(runs: Runs) -> pd.DataFrame:
     """A row per finished run, in order of experiments and settings."""
     runs = runs.finished
-    configs = runs.configs
+    names = [run.name for run in runs.labels]
+    configs = pd.DataFrame([run.switches for run in runs.labels], names, dtype=object).sort_index(axis=1)
     rollouts = runs.rollouts().groupby("run")
-    rows = pd.DataFrame({"experiment": configs["experiments"].map(lambda paths: Path(paths[0]).name)})
-    rows["method"] = methods(configs)
+    rows = pd.DataFrame({"experiment": [Path(run.experiments[0]).name for run in runs.labels]}, names)
+    rows["method"] = [*methods(runs.configs).values()]
     rows = rows.join(varied_switches(configs)).assign(seed=configs[SEED])
     rows["reward"] = rollouts["reward"].mean()
     if "kl_sampler_old" in rollouts.obj:
         rows["kl_sampler_old"] = rollouts["kl_sampler_old"].mean()
     rows["validation"] = rollouts["validation_reward"].last()
-    rows["best_step"] = [runs.folders[run].summary.get("best_step") for run in configs.index]
+    rows["best_step"] = [run.summary.get("best_step") for run in runs.labels]
     return rows.join(test_numbers(runs)).dropna(axis="columns", how="all")
 
 

@@ -221,12 +221,14 @@ def test_texts_in_a_file_and_an_own_reward_need_a_path_and_its_name(here, capsys
 
 
 def test_evaluate(here, refused):
+    shutil.copytree(ASSETS / "tiny-base", "best")
+    Path("best/validation.json").write_text('{"step": 40}')
     args = ["--data.limit=6", "--eval.temperatures=[0, 0.8]", "--eval.samples=2", "--eval.max_completion_tokens=32",
-            "--run.output_dir=results"]  # fmt: skip
+            "--model.name_or_path=best", "--run.output_dir=results"]  # fmt: skip
     evaluate(args)
     results, completions = read_json(here / "results/results.json"), read_jsonl(here / "results/completions.jsonl")
-    assert results.items() >= {"model": "tiny-base", "data": "arithmetic", "split": "test", "n": 6, "samples": 2,
-                               "top_p": 1.0, "max_completion_tokens": 32, "seed": 0}.items()  # fmt: skip
+    assert results.items() >= {"model": "best", "step": 40, "data": "arithmetic", "split": "test", "n": 6,
+                               "samples": 2, "top_p": 1.0, "max_completion_tokens": 32, "seed": 0}.items()  # fmt: skip
     keys = [(completion["temperature"], completion["problem"], completion["sample"]) for completion in completions]
     assert keys == [(0, n, 0) for n in range(6)] + [(0.8, n, sample) for n in range(6) for sample in (0, 1)]
     for mine, result in zip((completions[:6], completions[6:]), results["temperatures"].values(), strict=True):
@@ -275,7 +277,7 @@ def test_what_cannot_be_loaded_is_refused_by_name(bad_input, monkeypatch, refuse
 @pytest.mark.parametrize("switch", ["run.max_steps=-1", "rollout.group_sise=4", "run.output_dir=thesis.tex/below"])
 def test_a_bad_configuration_stops_before_anything_is_loaded(here, refused, monkeypatch, switch):
     (here / "thesis.tex").write_text("mine")
-    monkeypatch.setattr(pspo.evaluate.inputs, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
+    monkeypatch.setattr(pspo.inputs, "load_tokenizer", lambda config: pytest.fail("loaded a tokenizer"))
     assert switch.partition("=")[0] in refused(train, f"--{switch}")
 
 

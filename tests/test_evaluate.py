@@ -13,7 +13,7 @@ import torch
 from pspo.config import RewardConfig
 from pspo.evaluate.__main__ import render
 from pspo.evaluate.evaluation import evaluate
-from pspo.evaluate.statistics import estimate, pass_at_k
+from pspo.evaluate.statistics import Number, interval, pass_at_k, read_numbers
 from pspo.rollout import How, PolicySampler, Prompts, Rollout, Sampling, encode_prompts, left_pad
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, Reward, load_problems
 
@@ -21,11 +21,7 @@ from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, Reward, lo
 
 
 def wilson(successes, n):
-    return estimate(np.arange(n) < successes)["ci95"]
-
-
-def cluster_bootstrap(values):
-    return estimate(values)["ci95"]
+    return interval(np.arange(n) < successes)
 
 
 def test_wilson_gives_published_values():
@@ -37,10 +33,10 @@ def test_wilson_gives_published_values():
 def test_cluster_bootstrap():
     values = np.random.default_rng(5).choice([0.0, 0.5, 1.0], 400, p=[0.3, 0.3, 0.4])
     half = 1.96 * values.std() / math.sqrt(400)  # the normal limit
-    assert cluster_bootstrap(values) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.005)
+    assert interval(values) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.005)
     # The mean of two draws from {0, 1/2} is 0, 1/4 or 1/2, the ends with probability 1/4 each.
-    assert cluster_bootstrap(np.array([0.0, 0.5])) == (0.0, 0.5)
-    assert cluster_bootstrap(np.array([0.5])) is None
+    assert interval(np.array([0.0, 0.5])) == (0.0, 0.5)
+    assert interval(np.array([0.5])) is None
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
@@ -110,7 +106,8 @@ def test_every_mean(scripted):
     flat = result.record()
     assert (flat["accuracy"], flat["ci95"]) == (pytest.approx(3 / 7), wilson(3, 7))
     assert (flat["gold_anywhere"], flat["gold_anywhere_ci95"]) == (pytest.approx(4 / 7), wilson(4, 7))
-    assert flat["mean_reward_ci95"] == cluster_bootstrap(np.array(columns["reward"]))
+    assert flat["mean_reward_ci95"] == interval(np.array(columns["reward"]))
+    assert read_numbers(flat)["gold_anywhere"] == Number(flat["gold_anywhere"], wilson(4, 7))
     assert result.results()["pass@1"] == {"value": pytest.approx(3 / 7), "ci95": wilson(3, 7)}
     means = [flat[name] for name in ("mean_reward", "format_share", "truncated_share", "completion_tokens")]
     assert means == pytest.approx([3.05 / 7, 3 / 7, 1 / 7, (3 + 1 + 5 + 2 + 4 + 6 + 2) / 7])
@@ -120,17 +117,17 @@ def test_several_samples_are_clusters_of_their_problem(scripted):
     right = np.array([0, 1, 2, 6, 3, 0, 6])  # of 6 samples
     scripted(lambda i, sample: f"#### {100 + i if sample < right[i] else 1}")
     result = evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig(), samples=6).results()
-    assert result["accuracy"] == {"value": pytest.approx(18 / 42), "ci95": cluster_bootstrap(right / 6)}
+    assert result["accuracy"] == {"value": pytest.approx(18 / 42), "ci95": interval(right / 6)}
     rewards = (right + (6 - right) * 0.05) / 6
     assert result["mean_reward"]["value"] == pytest.approx((18 + 24 * 0.05) / 42)
-    assert result["mean_reward"]["ci95"] == pytest.approx(cluster_bootstrap(rewards))
+    assert result["mean_reward"]["ci95"] == pytest.approx(interval(rewards))
     assert result["reward/MathReward"] == result["mean_reward"]
     ks = (1, 2, 4, 6)  # powers of 2, and all
     assert [name for name in result if "@" in name] == [*(f"pass@{k}" for k in ks), "maj@6"]
     for k in ks:
         each = np.array([pass_at_k(6, count, k) for count in right.tolist()])
-        interval = cluster_bootstrap(each) if k < 6 else wilson(5, 7)  # of 6 samples each problem is 0 or 1
-        assert result[f"pass@{k}"] == {"value": pytest.approx(each.mean()), "ci95": interval}
+        expected = interval(each) if k < 6 else wilson(5, 7)  # of 6 samples each problem is 0 or 1
+        assert result[f"pass@{k}"] == {"value": pytest.approx(each.mean()), "ci95": expected}
     assert result["maj@6"]["value"] == pytest.approx(2.5 / 7)  # two all right, one right in half of its samples
 
 
@@ -140,7 +137,7 @@ def test_breakdowns(scripted):
     right = [2, 1, 0, 0, 2, 0, 1]  # of 2 samples
     scripted(lambda i, sample: f"#### {100 + i if sample < right[i] else 1}")
     result = evaluate(SCRIPTED, HOW, Prompts(problems, PROBLEMS.ids), RewardConfig(), samples=2).results()
-    assert result["accuracy"] == {"value": 3 / 7, "ci95": cluster_bootstrap(np.array(right) / 2)}
+    assert result["accuracy"] == {"value": 3 / 7, "ci95": interval(np.array(right) / 2)}
     shares = {part: {value: (group["n"], group["accuracy"]["value"]) for value, group in groups.items()}
               for part, groups in result["breakdown"].items()}  # fmt: skip
     assert shares == {  # and not by source, for there is one only
@@ -149,7 +146,7 @@ def test_breakdowns(scripted):
     }
     assert result["breakdown"]["category"][""]["accuracy"] == {"value": 0.5, "ci95": None}  # a single problem
     added = result["breakdown"]["category"]["add"]["accuracy"]
-    assert added["ci95"] == cluster_bootstrap(np.array([1, 0.5, 1, 0]))
+    assert added["ci95"] == interval(np.array([1, 0.5, 1, 0]))
 
 
 class Length(Reward):
@@ -170,11 +167,12 @@ def test_without_answers_there_are_rewards_alone_and_unknown_ones_are_left_out(s
     assert (second["correct"], second["contains_gold"], second["format"], second["gold"]) == (None,) * 4
     of = result.results()
     known = np.arange(1.0, 7)
-    assert of["mean_reward"] == {"value": 7.0, "ci95": cluster_bootstrap(2 * known), "left_out": 1}
-    assert of["reward/Length"] == {"value": 3.5, "ci95": cluster_bootstrap(known), "left_out": 1}
+    assert of["mean_reward"] == {"value": 7.0, "ci95": interval(2 * known), "left_out": 1}
+    assert of["reward/Length"] == {"value": 3.5, "ci95": interval(known), "left_out": 1}
     assert of["reward/FormatReward"] == {"value": 0.0, "ci95": wilson(0, 7)}
     flat = result.record()
     assert (flat["mean_reward"], flat["mean_reward_left_out"], "accuracy" in flat) == (7.0, 1, False)
+    assert read_numbers(flat)["mean_reward"] == read_numbers(of)["mean_reward"]
     text = render({"model": "m", "data": "d", "split": "test", "n": 7, "samples": 1, "temperatures": {"0": of}})
     assert re.search(r"^reward +7\.000 \[.*\] \(1 left out\)$", text, re.MULTILINE)
 

@@ -25,7 +25,7 @@ ROOMS = (  # from the lowest: a room may import itself and the lower ones
     {"rollout"},
     {"update"},
     {"environments"},
-    {"endings"},
+    {"endings", "inputs"},
     {"cli"},
     {"evaluate"},
     {"run"},

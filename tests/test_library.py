@@ -121,9 +121,9 @@ def test_problems_and_functions_of_python(here, capsys):
     assert "already finished" in capsys.readouterr().out
     with pytest.raises(ValueError, match="mine has other problems"):
         train("tiny-base", run=RUN | {"output_dir": "mine"}, **(call | {"data": problems}))
-    (name,) = read_runs([Path("mine")]).configs["data.name"]
+    (run,) = read_runs([Path("mine")]).labels
     Path("mine").rename("moved")
-    assert [*read_runs([Path("moved")]).configs["data.name"]] == [name]
+    assert [moved.switches["data.name"] for moved in read_runs([Path("moved")]).labels] == [run.switches["data.name"]]
 
 
 def test_problems_replace_those_of_a_call_that_failed_but_nobody_elses(here):

@@ -4,6 +4,7 @@ Writes a new folder once all is drawn: ``results.json``, by temperature what `Ev
 `pspo.evaluate.evaluation` describes, ``completions.jsonl``, ``config.yaml`` and ``environment.json``.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,8 @@ from pspo.cli.settings import Settings, to_yaml
 from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.endings import EXIT_INTERRUPTED, exit_codes, user_errors
 from pspo.evaluate.evaluation import Evaluation, evaluate
-from pspo.evaluate.inputs import load_inputs
-from pspo.evaluate.statistics import as_text, measure_name, table
+from pspo.evaluate.statistics import as_text, measure_name, read_numbers, table
+from pspo.inputs import load_inputs
 from pspo.model import load_policy
 from pspo.model.device import choose_threads
 from pspo.rollout import How, PolicySampler, Prompts, Sampler, make_sampling
@@ -36,7 +37,7 @@ def load_evaluation(config: EvaluateConfig, signals: StopSignals) -> tuple[Sampl
         stop_tokens=config.eval.stop_tokens,
         stop_strings=config.eval.stop_strings,
         top_p=config.eval.top_p,
-        max_rows=config.eval.max_tokens,  # which is the limit here
+        max_rows=sys.maxsize,  # --eval.max_tokens is the limit
     )
     sampling = make_sampling(policy, inputs.tokenizer, rollout)
     check_decoding(policy, inputs.tokenizer, sampling, prompts, config.model.autocast)
@@ -56,23 +57,27 @@ def render(results: dict[str, Any]) -> str:
     columns = {}
     for temperature, numbers in results["temperatures"].items():
         samples = f", {numbers['samples']} samples" if numbers["samples"] > 1 else ""
-        shown = numbers.keys() - {"samples", "breakdown", "pass@1", "maj@1"}
-        cells = {measure_name(name): as_text(name, numbers[name]) for name in numbers if name in shown}
+        cells = {}
+        for name, number in read_numbers(numbers).items():
+            if name not in ("samples", "pass@1", "maj@1"):  # @1: accuracy
+                cells[measure_name(name)] = as_text(name, number)
         columns[f"T = {temperature}{samples}"] = cells
         measure = "accuracy" if "accuracy" in numbers else "mean_reward"
         for attribute, groups in numbers["breakdown"].items():
             for kind, group in groups.items():
-                if measure in group:  # otherwise no reward is known of it
+                if number := read_numbers(group).get(measure):  # otherwise no reward is known of it
                     name = f"{measure_name(measure)}, {attribute} {kind or '-'} ({group['n']:,})"
-                    cells[name] = as_text(measure, group[measure])
+                    cells[name] = as_text(measure, number)
     title = f"{results['model']} on {results['n']:,} problems of {results['data']} {results['split']}"
     return f"{title}\n{table('mean [95%]', columns)}"
 
 
 def write_results(output: Path, config: EvaluateConfig, settings: Settings, results: dict[str, Evaluation]) -> None:
     """Write the folder, and print the results, which are by temperature."""
+    validation = Path(config.model.name_or_path, "validation.json")  # of a run's best model
     record = {
         "model": config.model.name_or_path,
+        "step": files.read_json(validation)["step"] if validation.is_file() else None,
         "data": config.data.name,
         "split": config.eval.split,
         "n": len(next(iter(results.values())).problems),

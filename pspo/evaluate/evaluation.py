@@ -10,7 +10,7 @@ import torch
 from pspo import distributed as dist
 from pspo.config import EvalConfig, RewardConfig
 from pspo.endings import fail_together
-from pspo.evaluate.statistics import ESTIMATES, Record, at_k, by_problem, estimates, measures
+from pspo.evaluate.statistics import ESTIMATES, Record, at_k, by_problem, estimates, flat, measures, nested
 from pspo.rollout import How, Prompts, Sampler
 from pspo.tasks import Problem, contains_answer, is_correct, matches_format
 from pspo.tasks.files import plain
@@ -89,13 +89,8 @@ class Evaluation:
         return {name: float(values.mean()) for name, values in means.items() if len(values)}
 
     def record(self) -> Record:
-        """The numbers in one flat dict, as in ``summary.json``: accuracy, ci95, mean_reward, mean_reward_ci95, ..."""
-        flat: Record = {"n": len(self.problems)}
-        for name, number in estimates(measures(self.completions, self.samples)).items():
-            numbers = number if isinstance(number, dict) else {"value": number}
-            for key, value in numbers.items():
-                flat[name if key == "value" else f"{name}_{key}".removeprefix("accuracy_")] = value
-        return flat
+        """The numbers as in ``summary.json``."""
+        return {"n": len(self.problems)} | flat(estimates(measures(self.completions, self.samples)))
 
     def results(self) -> Record:
         """The numbers as in ``results.json``, as far as known, and a breakdown by source, category and level."""
@@ -109,9 +104,9 @@ class Evaluation:
             for kind in np.unique(kinds):
                 rows = kinds == kind
                 group = {name: values[name][rows] for name in ESTIMATES}
-                breakdown[attribute][str(kind)] = {"n": int(rows.sum())} | estimates(group)
+                breakdown[attribute][str(kind)] = {"n": int(rows.sum())} | nested(estimates(group))
         numbers = estimates(values | at_k(self.completions, self.samples))
-        return {"samples": self.samples} | numbers | {"breakdown": breakdown}
+        return {"samples": self.samples} | nested(numbers) | {"breakdown": breakdown}
 
 
 def evaluate(

@@ -1,9 +1,9 @@
-"""Statistics of completions: means with 95% intervals, pass@k and maj@k; and how they are shown."""
+"""Statistics of completions: means with 95% intervals, pass@k and maj@k; how files hold them, and tables show them."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,14 @@ ESTIMATES = {"accuracy": "correct", "gold_anywhere": "contains_gold", "mean_rewa
 MEANS = {"format_share": "format", "truncated_share": "truncated", "completion_tokens": "tokens"}
 
 Record = dict[str, Any]
+
+
+class Number(NamedTuple):
+    """A measure's mean over problems, its 95% interval where it has one, and how many values were unknown."""
+
+    value: float
+    ci95: Sequence[float] | None = None
+    left_out: int = 0
 
 
 def measures(completions: Sequence[Record], samples: int) -> dict[str, np.ndarray]:
@@ -63,34 +71,69 @@ def by_problem(values: np.ndarray) -> np.ndarray:
     return np.nanmean(values[~np.isnan(values).all(axis=1)], axis=1)
 
 
-def estimates(values: dict[str, np.ndarray]) -> Record:
-    """By measure (n, samples) its `estimate` and the number of values left out as unknown; of `MEANS` the mean."""
-    result: Record = {}
+def estimates(values: dict[str, np.ndarray]) -> dict[str, Number]:
+    """The numbers of those measures (n, samples) that have values; of `MEANS` the mean alone."""
+    numbers = {}
     for name, measure in values.items():
-        problem_means = by_problem(measure)
-        if len(problem_means) and name in MEANS:
-            result[name] = float(problem_means.mean())
-        elif len(problem_means):
-            unknown = int(np.isnan(measure).sum())
-            result[name] = estimate(problem_means) | ({"left_out": unknown} if unknown else {})
-    return result
+        means = by_problem(measure)
+        if len(means) and name in MEANS:
+            numbers[name] = Number(float(means.mean()))
+        elif len(means):
+            numbers[name] = Number(float(means.mean()), interval(means), int(np.isnan(measure).sum()))
+    return numbers
 
 
-def estimate(values: np.ndarray) -> Record:
-    """Mean of values (n,), one per problem, and its 95% interval, None if n is 1.
+def interval(values: np.ndarray) -> tuple[float, float] | None:
+    """The 95% interval of the mean of values (n,), one per problem; None if n is 1.
 
     Wilson's (1927) if all are 0 or 1, else a percentile bootstrap's: the problems are resampled 10,000 times.
     """
     from scipy.stats import binomtest, bootstrap  # slow to import
 
-    interval = None
     if np.isin(values, (0, 1)).all():
-        interval = binomtest(int(values.sum()), len(values)).proportion_ci(0.95, method="wilson")
+        bounds = binomtest(int(values.sum()), len(values)).proportion_ci(0.95, method="wilson")
     elif len(values) > 1:
         rng = np.random.default_rng(0)
         result = bootstrap((values,), np.mean, n_resamples=10_000, batch=100, method="percentile", rng=rng)
-        interval = result.confidence_interval
-    return {"value": float(values.mean()), "ci95": interval and (float(interval.low), float(interval.high))}
+        bounds = result.confidence_interval
+    else:
+        return None
+    return float(bounds.low), float(bounds.high)
+
+
+def nested(numbers: dict[str, Number]) -> Record:
+    """Numbers as in ``results.json``: {"accuracy": {"value": 0.5, "ci95": [0.4, 0.6]}, "format_share": 0.9}."""
+    return {name: number.value if name in MEANS else known_parts(name, number) for name, number in numbers.items()}
+
+
+def flat(numbers: dict[str, Number]) -> Record:
+    """Numbers as in ``summary.json``: {"mean_reward": 0.5, "mean_reward_ci95": [0.4, 0.6], "format_share": 0.9}."""
+    record = {}
+    for name, number in numbers.items():
+        record |= {flat_name(name, part): value for part, value in known_parts(name, number).items()}
+    return record
+
+
+def known_parts(name: str, number: Number) -> Record:
+    parts = number._asdict() if name not in MEANS else {"value": number.value}
+    return {part: value for part, value in parts.items() if part != "left_out" or value}
+
+
+def flat_name(name: str, part: str) -> str:
+    if part == "value":
+        return name
+    return part if name == "accuracy" else f"{name}_{part}"
+
+
+def read_numbers(record: Record) -> dict[str, Number]:
+    """The numbers of a record of either form, by measure."""
+    numbers = {}
+    for name, parts in record.items():
+        if not isinstance(parts, dict):
+            parts = {part: record.get(flat_name(name, part)) for part in Number._fields}
+        if isinstance(parts.get("value"), int | float):
+            numbers[name] = Number(parts["value"], parts.get("ci95"), parts.get("left_out") or 0)
+    return numbers
 
 
 def table(corner: str, columns: Any) -> str:
@@ -101,29 +144,16 @@ def table(corner: str, columns: Any) -> str:
     return texts.rename_axis(columns=corner).to_string()
 
 
-def as_text(name: str, number: Record | float) -> str:
+def as_text(name: str, number: Number) -> str:
     """A measure as "42.0% [37.7, 46.4]"; rewards as "0.420 [0.377, 0.464]"; lengths as "41.3"."""
     if name == "completion_tokens":
-        return f"{number:.1f}"
-    if not isinstance(number, dict):
-        number = {"value": number}
+        return f"{number.value:.1f}"
     factor, digits, unit = (1, 3, "") if "reward" in name else (100, 1, "%")
-    text = f"{factor * number['value']:.{digits}f}{unit}"
-    if number.get("ci95"):
-        low, high = number["ci95"]
+    text = f"{factor * number.value:.{digits}f}{unit}"
+    if number.ci95:
+        low, high = number.ci95
         text += f" [{factor * low:.{digits}f}, {factor * high:.{digits}f}]"
-    if number.get("left_out"):
-        text += f" ({number['left_out']:,} left out)"
-    return text
-
-
-def from_record(record: Record, name: str) -> str:
-    """A measure of `Evaluation.record` as text."""
-    if name in MEANS:
-        return as_text(name, record[name])
-    prefix = f"{name}_".removeprefix("accuracy_")
-    keys = ("ci95", "left_out")
-    return as_text(name, {"value": record[name]} | {key: record.get(f"{prefix}{key}") for key in keys})
+    return f"{text} ({number.left_out:,} left out)" if number.left_out else text
 
 
 def measure_name(name: str) -> str:

@@ -13,7 +13,7 @@ from pspo import distributed as dist
 from pspo.cli.parse import make_config
 from pspo.cli.settings import DERIVED, Settings, argument_text, flat
 from pspo.config import TrainConfig, switches_with
-from pspo.evaluate.statistics import ESTIMATES, MEANS, Record, from_record, measure_name, table
+from pspo.evaluate.statistics import ESTIMATES, MEANS, Record, as_text, measure_name, read_numbers, table
 from pspo.model.find import resolve_adapters
 from pspo.rollout import Prompts
 from pspo.tasks.files import plain
@@ -68,11 +68,12 @@ def describe_results(summary: Record) -> str:
     tests = {"before": summary["before"], f"after, step {best_step}": summary["after"]}
     if best_step != summary["optimizer_steps"]:
         tests[f"final, step {summary['optimizer_steps']}"] = summary["final"]
+    numbers = {model: read_numbers(test) for model, test in tests.items()}
     columns = {}
     for name in ("mean_reward", "accuracy", "gold_anywhere", *MEANS):
         if name in summary["after"]:
             header = f"{measure_name(name)} [95%]" if name in ESTIMATES else measure_name(name)
-            columns[header] = {model: from_record(test, name) for model, test in tests.items() if name in test}
+            columns[header] = {model: as_text(name, test[name]) for model, test in numbers.items() if name in test}
     lines = [table("greedy, held-out", columns)] if columns else []
     validations = {
         record["step"]: plain(record["validation_reward"]) for record in summary["validation"].values() if record

@@ -12,8 +12,8 @@ from pspo.cli.settings import Settings
 from pspo.config import TrainConfig
 from pspo.endings import fail_together
 from pspo.errors import Stopped
-from pspo.evaluate.inputs import Inputs, load_inputs
 from pspo.files import write_errors, write_json, write_text
+from pspo.inputs import Inputs, load_inputs
 from pspo.model.device import choose_threads, peak_memory_gb
 from pspo.rollout import Experience, How, PolicySampler, PromptStream, Sampler, make_sampling
 from pspo.rollout.drawing import Generators, random_numbers

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,9 +14,9 @@ import yaml
 from matplotlib.figure import Figure
 from scipy.stats import ttest_1samp
 
-from pspo_lab.labels import labels, shared_sentence
 from pspo_lab.report_command import main
 from pspo_lab.runs import read_runs
+from pspo_lab.settings import shared_sentence
 from pspo_lab.tables import NOTES
 
 DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
@@ -197,11 +198,11 @@ def test_labels_have_the_switches_that_differ_unless_they_are_at_their_default(m
     for alpha in (0.1, 0.4):
         make_run(f"pspo-{alpha}", "PSPO", alpha=alpha, **{"model.lora": {"alpha": None}})
     runs = read_runs([make_run("clip", "Clip", **{"optimizer.name": "adamw"}).parent])
-    assert sorted(labels(runs.configs)) == ["Clip", "PSPO", "PSPO (alpha=0.4)"]
+    assert sorted(runs.labels.values()) == ["Clip", "PSPO", "PSPO (alpha=0.4)"]
     make_run("noclip", "NoClip", **{"algorithm.epochs": 1, "algorithm.aggregation": "grpo"})
     make_run("older", "NoClip", **{"algorithm.of_an_older_version": 1})
     runs = read_runs([make_run("sgd", "Clip", **{"optimizer.name": "sgd"}).parent])
-    assert sorted(labels(runs.configs)) == [
+    assert sorted(runs.labels.values()) == [
         "Clip", "Clip (optimizer.name=sgd)", "NoClip (aggregation=grpo, epochs=1)", "NoClip (of_an_older_version=1)",
         "PSPO", "PSPO (alpha=0.4)",
     ]  # fmt: skip
@@ -214,7 +215,7 @@ def test_a_label_names_rewards_as_a_person_would(make_run):
     both = [math, {"class_path": "pspo.tasks.FormatReward", "init_args": {}}]
     for name, functions, weights in (("a", [first], None), ("b", both, [1.0, 0.1]), ("c", both, [1.0, 0.5])):
         folder = make_run(name, "Clip", **{"reward.functions": functions, "reward.weights": weights})
-    assert sorted(labels(read_runs([folder.parent]).configs)) == [
+    assert sorted(read_runs([folder.parent]).labels.values()) == [
         "Clip (functions=MathReward + 0.1 FormatReward)", "Clip (functions=MathReward + 0.5 FormatReward)",
         "Clip (functions=MathReward(marker=first))",
     ]  # fmt: skip
@@ -294,8 +295,7 @@ def test_runs_of_a_search_and_forks_of_other_parents_are_settings_of_their_own(m
         make_run(f"e/plain/seed-{seed + 2}", "Clip", seed + 2)
         make_run(f"e-search/plain/seed-{seed}", "Clip", seed)
     (tmp_path / "runs/e/selection.json").write_text("{}")
-    configs = read_runs([tmp_path / "runs"]).configs
-    assert labels(configs).value_counts().to_dict() == {
+    assert Counter(read_runs([tmp_path / "runs"]).labels.values()) == {
         "Clip": 2, "Clip (search=True)": 2,
         **{f"Clip (forked=runs/{parent}/seed-*)": 2 for parent in "abc"},
     }  # fmt: skip
