@@ -22,9 +22,9 @@ import copy
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from importlib import import_module, metadata, util
 from itertools import pairwise
 from pathlib import Path
@@ -36,49 +36,27 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 import pspo_bridge.trl
-from pspo.losses import (
-    ASPO,
-    CEGPPO,
-    CISPO,
-    DPPO,
-    DRO,
-    GMPO,
-    GSPO,
-    P3O,
-    PSPO,
-    REINFORCE,
-    SAPO,
-    SPO,
-    TOPR,
-    VESPO,
-    Clip,
-    Counts,
-    NoClip,
-    Surrogate,
-    aggregate,
-)
-from pspo.losses.terms import EntropyBonus, KLPenalty, LossInputs, OffPolicyMask, SamplerCorrection
-from pspo.model import token_logprobs
+from pspo import losses as L
+from pspo.config import ModelConfig
+from pspo.losses import Clip
+from pspo.model import load_tokenizer, token_logprobs
 from pspo.rollout import gdpo, group_relative_advantages
 
 TOLERANCE = 1e-6
 MODEL_TOLERANCE = 1e-5
 ROWS = 8
 MICROBATCH = 4
+BOUNDS = (0, MICROBATCH, ROWS)  # of the microbatches' rows
 T = 12
 LIMIT = 16  # the configured completion limit
-BRIDGED = [
-    PSPO(), NoClip(), Clip(), P3O(4.0, 0.1), SAPO(), TOPR(), REINFORCE(), CISPO(None, 0.2), GSPO(0.1, 0.2), GMPO(0.1),
-    VESPO(), DPPO(), SPO(), DRO(0.5), CEGPPO(0.1), ASPO(0.1),
-]  # fmt: skip
 LENGTHS = torch.tensor([12, 1, 7, 9, 3, 0, 11, 5])[:, None]  # row 5: masked out
+COUNTS = L.Counts(int(LENGTHS.sum()), ROWS, LIMIT)
 REWARDS = [1.0, 0.05, 0.0, 0.0, 1.0, 1.0, 0.0, 0.05]
 CAP = 1.5
 FLOOR = 0.9  # of corrections whose name ends in it
@@ -86,11 +64,13 @@ FORMAT = [0.5, -3.0, 0.5, 2.0, 0.5, 0.5, 0.5, 8.0]  # of a second reward functio
 VOCABULARY = 97  # of the model
 TEMPERATURE = 0.6
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Tensor]  # of a whole minibatch, or some of its rows
+Loss = Callable[[Batch], Tensor]  # of a microbatch, its share of the minibatch's loss
 
 
+@cache
 def make_batch() -> Batch:
-    """logprobs, old, ref and sampler log-probs (B, T) below 0, advantages (B, 1), mask (B, T)."""
+    """new, old, ref and sampler log-probs (B, T) below 0, advantages (B, 1), mask (B, T), prompts and tokens."""
     generator = torch.Generator().manual_seed(1)
 
     def noise(spread: float) -> Tensor:
@@ -102,31 +82,32 @@ def make_batch() -> Batch:
     }
     advantages = torch.randn(ROWS, 1, generator=generator) + 0.5
     advantages[3] = 0.0
-    return {"old": old, **moved, "advantages": advantages, "mask": torch.arange(T) < LENGTHS}
+    ids = torch.full((ROWS, T), 5)
+    tokens = {"prompt_ids": ids[:, :2], "prompt_mask": ids[:, :2] > 0, "completion_ids": ids, "row": torch.arange(ROWS)}
+    return {"old": old, **moved, "advantages": advantages, "mask": torch.arange(T) < LENGTHS, **tokens}
 
 
-BATCH = make_batch()
-COUNTS = Counts(int(BATCH["mask"].sum()), ROWS, LIMIT)
-Loss = Callable[[Batch], Tensor]  # of a microbatch, its share of the minibatch's loss
-
-
-def loss_and_gradient(
-    loss: Loss, bounds: tuple[int, ...] = (0, MICROBATCH, ROWS), batch: Batch = BATCH
-) -> tuple[float, Tensor]:
-    """Accumulated over the microbatches between the bounds; the gradient is (B, T)."""
-    leaf = batch["new"].clone().requires_grad_()
+def accumulate(loss: Loss, batch: Batch, bounds: Sequence[int] = BOUNDS) -> float:
+    """The loss, and its gradient in the leaves, over the microbatches between the bounds."""
     total = 0.0
     for first, last in pairwise(bounds):
-        share = loss({name: value[first:last] for name, value in (batch | {"new": leaf}).items()})
+        share = loss({name: values[first:last] for name, values in batch.items()})
         share.backward()
         total += share.item()
+    return total
+
+
+def loss_and_gradient(loss: Loss, batch: Batch, bounds: Sequence[int] = BOUNDS) -> tuple[float, Tensor]:
+    """The gradient is with respect to the log-probs, (B, T)."""
+    leaf = batch["new"].clone().requires_grad_()
+    total = accumulate(lambda b: loss(b | {"entropies": entropies(b["new"])}), batch | {"new": leaf}, bounds)
     return total, leaf.grad
 
 
-def entropies(b: Batch) -> Tensor:
+def entropies(logprobs: Tensor) -> Tensor:
     """Made up, (B, T), with a gradient: of a distribution over this token and another one."""
-    other = 1 - b["new"].exp()
-    return -b["new"].exp() * b["new"] - other * other.log()
+    other = 1 - logprobs.exp()
+    return -logprobs.exp() * logprobs - other * other.log()
 
 
 def split_floor(correction: str) -> tuple[str, float]:
@@ -135,35 +116,45 @@ def split_floor(correction: str) -> tuple[str, float]:
     return mode, FLOOR if has_floor else 0.0
 
 
-def ours(
-    surrogate: Surrogate, how: str, beta: float = 0.0, correction: str = "none", scale: float = 1.0, kl: str = "k3",
-    mask_off_policy: float | None = None, entropy_coef: float = 0.0,
-) -> Loss:  # fmt: skip
-    terms: list[Callable] = []
-    if mask_off_policy is not None:
-        terms.append(OffPolicyMask(mask_off_policy))
-    if correction != "none":
-        mode, floor = split_floor(correction)
-        terms.append(SamplerCorrection(mode, CAP, floor))
-    if beta:
-        terms.append(KLPenalty(beta, kl))
-    if entropy_coef:
-        terms.append(EntropyBonus(entropy_coef))
+def as_text(first: str, arguments: dict[str, Any]) -> str:
+    return ", ".join([first, *(f"{name}={value}" for name, value in arguments.items())])
 
-    def loss(b: Batch) -> Tensor:
-        sampler = b["sampler"] if correction != "none" else None
-        x = LossInputs(b["new"], b["old"], b["advantages"], b["mask"], entropies(b), b["ref"], sampler)
-        losses = surrogate(x.logprobs, x.old_logprobs, x.advantages, x.mask)
-        for term in terms:
+
+@dataclass(frozen=True)
+class Ours:
+    """A loss of pspo. A peer that it is compared with takes from it `how`, `beta`, `correction` and `entropy_coef`."""
+
+    surrogate: L.Surrogate
+    how: str
+    beta: float = 0.0
+    kl: str = ""  # with a beta
+    correction: str = "none"
+    scale: float = 1.0
+    mask_off_policy: float = 0.0
+    entropy_coef: float = 0.0
+
+    def __str__(self) -> str:
+        defaults = vars(Ours(self.surrogate, self.how))
+        return as_text(repr(self.surrogate), {name: v for name, v in vars(self).items() if v != defaults[name]})
+
+    def terms(self) -> Iterator[L.Term]:
+        if self.mask_off_policy:
+            yield L.OffPolicyMask(self.mask_off_policy)
+        if self.correction != "none":
+            mode, floor = split_floor(self.correction)
+            yield L.SamplerCorrection(mode, CAP, floor)
+        if self.beta:
+            yield L.KLPenalty(self.beta, self.kl)
+        if self.entropy_coef:
+            yield L.EntropyBonus(self.entropy_coef)
+
+    def __call__(self, b: Batch) -> Tensor:
+        sampler = b["sampler"] if self.correction != "none" else None
+        x = L.LossInputs(b["new"], b["old"], b["advantages"], b["mask"], b["entropies"], b["ref"], sampler)
+        losses = self.surrogate(x.logprobs, x.old_logprobs, x.advantages, x.mask)
+        for term in self.terms():
             losses = term(losses, x)
-        return scale * aggregate(losses, x.mask, how, COUNTS)
-
-    return loss
-
-
-def moved(loss: Loss, **distances: float) -> Loss:
-    """The loss where these log-probs are so far from the policy's: old=0.0 is a first visit."""
-    return lambda b: loss(b | {name: b["new"].detach() + distance for name, distance in distances.items()})
+        return self.scale * L.aggregate(losses, x.mask, self.how, COUNTS)
 
 
 # ---------------------------------------------------------------- TRL
@@ -179,44 +170,38 @@ def make_model() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special)
+TRAINERS = {"gmpo": (GMPOTrainer, GMPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}  # in place of a loss_type
 
 
 def make_trainer(
-    arguments: dict[str, Any], beta: float = 0.0, correction: str = "none", model: Any = None,
-    rewards: Sequence[Sequence[float]] = (REWARDS,), microbatch: int = MICROBATCH, surrogate: Surrogate | None = None,
+    loss_type: str = "dapo", microbatch: int = MICROBATCH, rewards: Sequence[Sequence[float]] = (REWARDS,),
+    model: Any = None, surrogate: L.Surrogate | None = None, **arguments: Any,
 ) -> GRPOTrainer:  # fmt: skip
     """A trainer of TRL's; with a surrogate the bridge's."""
-    bridged = (partial(pspo_bridge.trl.GRPOTrainer, surrogate=surrogate), GRPOConfig)
-    own = {"gmpo": (GMPOTrainer, GMPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
-    kinds = bridged if surrogate else own.get(arguments.get("loss_type"), (GRPOTrainer, GRPOConfig))
-    config = kinds[1](
+    kind, config_kind = TRAINERS.get(loss_type, (GRPOTrainer, GRPOConfig))
+    if surrogate is not None:
+        kind = partial(pspo_bridge.trl.GRPOTrainer, surrogate=surrogate)
+    if loss_type not in TRAINERS:
+        arguments["loss_type"] = loss_type
+    config = config_kind(
         output_dir="build/conformance", per_device_train_batch_size=microbatch, num_generations=4, use_cpu=True,
         gradient_accumulation_steps=ROWS // microbatch, max_completion_length=LIMIT, beta=0.0, bf16=False,
-        report_to="none", **{name: value for name, value in arguments.items() if str(value) not in own},
+        report_to="none", **arguments,
     )  # fmt: skip
-    trainer = kinds[0](
-        model=model or make_model(), args=config, processing_class=make_tokenizer(),
+    trainer = kind(
+        model=model or make_model(), args=config, processing_class=load_tokenizer(ModelConfig()),
         reward_funcs=[lambda completions, own=own, **_: own[: len(completions)] for own in rewards],
         train_dataset=Dataset.from_dict({"prompt": ["w3 w4"] * ROWS}),
     )  # fmt: skip
-    trainer.beta = beta
     trainer.current_gradient_accumulation_steps = ROWS // microbatch
     trainer.model.train()
-    trainer.use_vllm = trainer.vllm_importance_sampling_correction = correction != "none"
-    trainer.vllm_importance_sampling_mode, floor = split_floor(correction)
-    trainer.vllm_importance_sampling_clip_max = CAP
-    trainer.vllm_importance_sampling_clip_min = floor or None
     return trainer
 
 
-def trl_scored(trainer: GRPOTrainer, b: Batch) -> dict[str, Tensor]:
-    """What TRL makes of a rollout whose completions have the lengths of the mask: weights, advantages."""
-    lengths = b["mask"].sum(dim=1).tolist()
+def trl_scored(trainer: GRPOTrainer) -> dict[str, Tensor]:
+    """What TRL makes of a rollout of the batch's lengths: weights, advantages."""
+    b = make_batch()
+    lengths = LENGTHS[:, 0].clamp(min=1).tolist()  # TRL knows no empty completion
     ids = [[5] * length for length in lengths]
     sampled = [row[:length].tolist() for row, length in zip(b["sampler"], lengths, strict=True)]
     rest = ([""] * ROWS,) if isinstance(trainer, RLOOTrainer) else (None, [""] * ROWS, sampled, {}, None, None)
@@ -225,33 +210,33 @@ def trl_scored(trainer: GRPOTrainer, b: Batch) -> dict[str, Tensor]:
         return trainer._generate_and_score_completions([{"prompt": "w3 w4"} for _ in range(ROWS)])
 
 
-def trl(
-    beta: float = 0.0, correction: str = "none", scale: float = 1.0, tokens: int = COUNTS.tokens,
-    microbatch: int = MICROBATCH, surrogate: Surrogate | None = None, **arguments: Any,
-) -> Loss:  # fmt: skip
-    """``tokens``: of all minibatches of the rollout; ``surrogate``: through the bridge."""
-    trainer = make_trainer(arguments, beta, correction, microbatch=microbatch, surrogate=surrogate)
+def trl_loss(here: Ours, loss_type: str, scale: float = 1.0, tokens: int = COUNTS.tokens, **arguments: Any) -> Loss:
+    """``tokens``: of all minibatches of the rollout; ``arguments``: of `make_trainer`; with a model its log-probs."""
+    if here.entropy_coef:
+        arguments["entropy_coef"] = here.entropy_coef
+    trainer = make_trainer(loss_type, **arguments)
+    trainer.beta = here.beta  # without a reference model
     weights = None
-    if correction != "none":
-        everyone = {**BATCH, "mask": torch.arange(T) < LENGTHS.clamp(min=1)}  # TRL knows no empty completion
-        weights = trl_scored(trainer, everyone)["importance_sampling_ratio"].expand(ROWS, T)
-    first = 0
+    if here.correction != "none":
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+        trainer.vllm_importance_sampling_mode, floor = split_floor(here.correction)
+        trainer.vllm_importance_sampling_clip_max = CAP
+        trainer.vllm_importance_sampling_clip_min = floor or None
+        weights = trl_scored(trainer)["importance_sampling_ratio"].expand(ROWS, T)
 
     def loss(b: Batch) -> Tensor:
-        nonlocal first
-        outputs = (b["new"], entropies(b), None)
-        ids = torch.full_like(b["mask"], 5, dtype=torch.long)
-        rows = len(b["mask"])
         inputs = {
-            "prompt_ids": ids[:, :2], "prompt_mask": ids[:, :2] > 0, "completion_ids": ids,
-            "completion_mask": b["mask"].long(), "advantages": b["advantages"][:, 0], "old_per_token_logps": b["old"],
-            "ref_per_token_logps": b["ref"], "num_items_in_batch": torch.tensor(tokens),
+            "prompt_ids": b["prompt_ids"], "prompt_mask": b["prompt_mask"].long(),
+            "completion_ids": b["completion_ids"], "completion_mask": b["mask"].long(),
+            "advantages": b["advantages"][:, 0], "num_items_in_batch": torch.tensor(tokens),
+            "old_per_token_logps": b["old"], "ref_per_token_logps": b["ref"],
             "old_logps": (b["old"] * b["mask"]).sum(dim=1),
-            "importance_sampling_ratio": None if weights is None else weights[first : first + rows],
+            "importance_sampling_ratio": None if weights is None else weights[b["row"]],
         }  # fmt: skip
-        first = (first + rows) % ROWS
-        kind = RLOOTrainer if isinstance(trainer, RLOOTrainer) else GRPOTrainer  # below the bridge's
-        with patch.object(kind, "_get_per_token_logps_and_entropies", lambda *_, **__: outputs):
+        if "model" in arguments:
+            return scale * trainer._compute_loss(trainer.model, inputs)
+        outputs = (b["new"], b["entropies"], None)
+        with patch.object(trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: outputs):
             return scale * trainer._compute_loss(trainer.model, inputs)
 
     return loss
@@ -280,6 +265,7 @@ class ActorConfig:
         return getattr(self, name, default)
 
 
+@cache
 def load_verl() -> tuple[types.ModuleType, types.ModuleType]:
     """core_algos and rollout_corr_helper, their heavy imports stubbed."""
     root = Path(next(iter(util.find_spec("verl").submodule_search_locations)))
@@ -300,38 +286,34 @@ def load_verl() -> tuple[types.ModuleType, types.ModuleType]:
     return import_module("verl.trainer.ppo.core_algos"), import_module("verl.trainer.ppo.rollout_corr_helper")
 
 
-CORE, CORRECTIONS = load_verl()
 VERL_HOW = {"dapo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
 
 
 def verl_weights(b: Batch, correction: str) -> Tensor:
+    _, corrections = load_verl()
     mode, floor = split_floor(correction)
     level, _, constraint = mode.partition("_")
     threshold = CAP if constraint == "truncate" else f"{floor or 1e-30}_{CAP}"
-    return CORRECTIONS.compute_rollout_correction_weights(b["old"] - b["sampler"], b["mask"].float(), level, threshold)[
-        0
-    ]
+    log_ratio = b["old"] - b["sampler"]
+    return corrections.compute_rollout_correction_weights(log_ratio, b["mask"].float(), level, threshold)[0]
 
 
-def verl(
-    name: str, how: str, beta: float = 0.0, correction: str = "none", scale: float = 1.0, kl: str = "k3",
-    entropy_coef: float = 0.0, **values: Any,
-) -> Loss:  # fmt: skip
-    """``name`` as registered; ``how`` as here, or verl's own name."""
+def verl_loss(here: Ours, name: str, scale: float = 1.0, how: str = "", kl: str = "k3", **values: Any) -> Loss:
+    """``how``: verl's own name; ``values``: of the actor's configuration."""
+    core, _ = load_verl()
+    function = core.compute_policy_loss_reinforce if name == "reinforce" else core.get_policy_loss_fn(name)
+    how = how or VERL_HOW[here.how]
+    config = ActorConfig(**values)
 
     def loss(b: Batch) -> Tensor:
         mask = b["mask"].float()
-        how_ = VERL_HOW.get(how, how)
-        config = ActorConfig(**values)
-        advantages = b["advantages"].expand_as(mask)
-        weights = None if correction == "none" else verl_weights(b, correction)
-        function = CORE.get_policy_loss_fn(name) if name != "reinforce" else CORE.compute_policy_loss_reinforce
-        total, _ = function(b["old"], b["new"], advantages, mask, how_, config, weights)
-        if beta:
-            estimate = CORE.kl_penalty(b["new"], b["ref"], kl)
-            total = total + beta * CORE.agg_loss(estimate, mask, how_, **config.global_batch_info)
-        if entropy_coef:
-            total = total - entropy_coef * CORE.agg_loss(entropies(b), mask, how_, **config.global_batch_info)
+        weights = None if here.correction == "none" else verl_weights(b, here.correction)
+        total, _ = function(b["old"], b["new"], b["advantages"].expand_as(mask), mask, how, config, weights)
+        info = config.global_batch_info
+        if here.beta:
+            total = total + here.beta * core.agg_loss(core.kl_penalty(b["new"], b["ref"], kl), mask, how, **info)
+        if here.entropy_coef:
+            total = total - here.entropy_coef * core.agg_loss(b["entropies"], mask, how, **info)
         return scale * total
 
     return loss
@@ -341,203 +323,209 @@ def verl(
 
 
 @dataclass(frozen=True)
-class Case:
-    method: str
-    how: str
-    there: str
-    mine: Loss
-    theirs: Loss
+class Peer:
+    """A loss of another trainer; nothing is made before it is measured."""
+
+    trainer: str
+    name: str
+    arguments: dict[str, Any]
+
+    def text(self, here: Ours) -> str:
+        if self.trainer == "TRL":
+            return as_text(f"TRL: {self.name}", self.arguments)
+        arguments = {"how": VERL_HOW[here.how]} | self.arguments
+        return as_text(f"verl: {self.name}, {arguments.pop('how')}", arguments)
+
+    def loss(self, here: Ours) -> Loss:
+        make = trl_loss if self.trainer == "TRL" else verl_loss
+        return make(here, self.name, **self.arguments)
+
+
+def trl(loss_type: str, **arguments: Any) -> Peer:
+    return Peer("TRL", loss_type, arguments)
+
+
+def verl(name: str, **arguments: Any) -> Peer:
+    return Peer("verl", name, arguments)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A loss here and one there."""
+
+    here: Ours
+    there: Peer
+    bounds: Sequence[int] = BOUNDS
+    distances: dict[str, float] = field(default_factory=dict)  # by which other log-probs lie above the policy's
     loss_differs: str = ""  # why, where the gradient alone agrees
 
-
-def as_text(first: str, arguments: dict[str, Any]) -> str:
-    return ", ".join([first, *(f"{name}={value}" for name, value in arguments.items())])
-
-
-def case(
-    peer: Callable[..., Loss], there: str, surrogate: Surrogate, how: str, here: dict[str, Any] | None = None,
-    loss_differs: str = "", **arguments: Any,
-) -> Case:  # fmt: skip
-    """``here``: further arguments of `ours`; those in `SHARED`, and ``arguments``, are the peer's."""
-    here = here or {}
-    shared = {name: value for name, value in here.items() if name in SHARED}
-    mine = ours(surrogate, how, **here)
-    theirs = peer(**shared, **arguments)
-    return Case(as_text(repr(surrogate), here), how, as_text(there, arguments), mine, theirs, loss_differs)
+    def differences(self) -> tuple[float, float]:
+        """Relative difference of the loss, and of the gradient's entries to its largest."""
+        batch = make_batch()
+        batch = batch | {name: batch["new"] + distance for name, distance in self.distances.items()}
+        mine, gradient = loss_and_gradient(self.here, batch, self.bounds)
+        theirs, their_gradient = loss_and_gradient(self.there.loss(self.here), batch, self.bounds)
+        return abs(mine - theirs) / abs(theirs), largest_difference(gradient, their_gradient)
 
 
-SHARED = ("beta", "correction", "entropy_coef")
+def largest_difference(mine: Tensor, theirs: Tensor) -> float:
+    """By the largest entry of theirs."""
+    return ((mine - theirs).abs().max() / theirs.abs().max()).item()
+
+
 MODES = [f"{level}_{kind}" for level in ("token", "sequence") for kind in ("truncate", "mask")]
+FLOORED = [f"{mode}, floor" for mode in MODES]
+CLIP = Clip(0.2)
+DUAL = Clip(0.2, delta=3.0)  # verl's clip
+GSPO = L.GSPO(0.1, 0.2)
+HALF_DRO = {"policy_loss": types.SimpleNamespace(dro_beta=0.5)}
+TRL_GSPO = {"epsilon": 0.1, "epsilon_high": 0.2, "importance_sampling_level": "sequence"}
+BOUNDED = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2}
+DPPO = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "clip_ratio_c": 1e4}
+
+SAME_AS_TRL = [
+    *(Pair(Ours(CLIP, how), trl(how)) for how in VERL_HOW),
+    Pair(Ours(Clip(0.2, 0.28), "dapo"), trl("dapo", epsilon_high=0.28)),
+    Pair(Ours(Clip(0.2, delta=1.5), "dapo"), trl("dapo", delta=1.5)),
+    Pair(Ours(CLIP, "grpo", 0.1, "k3"), trl("grpo", use_bias_correction_kl=False)),
+    Pair(Ours(CLIP, "grpo", 0.1, "unbiased_k3"), trl("grpo", use_bias_correction_kl=True)),
+    Pair(Ours(CLIP, "dapo", mask_off_policy=0.05), trl("dapo", off_policy_mask_threshold=0.05)),
+    Pair(Ours(L.SAPO(1.0, 1.05), "grpo"), trl("sapo")),
+    Pair(Ours(L.CISPO(None, 0.2), "dapo"), trl("cispo", epsilon_high=1.2)),
+    *(Pair(Ours(GSPO, how), trl(how, **TRL_GSPO)) for how in VERL_HOW),
+    Pair(Ours(GSPO, "dr_grpo", scale=LIMIT), trl("luspo", **TRL_GSPO)),
+    Pair(Ours(L.GMPO(0.1), "grpo"), trl("gmpo", epsilon=0.1, epsilon_high=0.1),
+         loss_differs="a masked row adds -A there"),
+    Pair(Ours(L.VESPO(), "dapo"), trl("vespo")),
+    *(Pair(Ours(CLIP, "dapo", correction=mode), trl("dapo")) for mode in MODES + FLOORED),
+    Pair(Ours(GSPO, "grpo", correction="sequence_mask"), trl("grpo", **TRL_GSPO)),
+]  # fmt: skip
 
 
-def at_trl(surrogate: Surrogate, how: str, *further: Any, loss_type: str, **arguments: Any) -> Case:
-    return case(partial(trl, loss_type=loss_type), f"TRL: {loss_type}", surrogate, how, *further, **arguments)
-
-
-def same_as_trl() -> list[Case]:
-    clip = Clip(0.2)
-    gspo = GSPO(0.1, 0.2)
-    bounds = {"epsilon": 0.1, "epsilon_high": 0.2, "importance_sampling_level": "sequence"}
-    modes = [*MODES, *(f"{mode}, floor" for mode in MODES)]
+def same_as_verl(how: str) -> list[Pair]:
+    """What is the same with each aggregation."""
     return [
-        *(at_trl(clip, how, loss_type=how) for how in VERL_HOW),
-        at_trl(Clip(0.2, 0.28), "dapo", loss_type="dapo", epsilon_high=0.28),
-        at_trl(Clip(0.2, delta=1.5), "dapo", loss_type="dapo", delta=1.5),
-        at_trl(clip, "grpo", {"beta": 0.1, "kl": "k3"}, loss_type="grpo", use_bias_correction_kl=False),
-        at_trl(clip, "grpo", {"beta": 0.1, "kl": "unbiased_k3"}, loss_type="grpo", use_bias_correction_kl=True),
-        at_trl(clip, "dapo", {"mask_off_policy": 0.05}, loss_type="dapo", off_policy_mask_threshold=0.05),
-        at_trl(SAPO(1.0, 1.05), "grpo", loss_type="sapo"),
-        at_trl(CISPO(None, 0.2), "dapo", loss_type="cispo", epsilon_high=1.2),
-        *(at_trl(gspo, how, loss_type=how, **bounds) for how in VERL_HOW),
-        at_trl(gspo, "dr_grpo", {"scale": LIMIT}, loss_type="luspo", **bounds),
-        at_trl(GMPO(0.1), "grpo", None, "a masked row adds -A there", loss_type="gmpo", epsilon=0.1, epsilon_high=0.1),
-        at_trl(VESPO(), "dapo", loss_type="vespo"),
-        *(at_trl(clip, "dapo", {"correction": mode}, loss_type="dapo") for mode in modes),
-        at_trl(gspo, "grpo", {"correction": "sequence_mask"}, loss_type="grpo", **bounds),
-    ]
+        Pair(Ours(DUAL, how), verl("vanilla")),
+        Pair(Ours(DUAL, how, entropy_coef=0.1), verl("vanilla")),
+        Pair(Ours(L.REINFORCE(), how), verl("gpg")),
+        Pair(Ours(L.CISPO(0.1, 0.2), how), verl("cispo", **BOUNDED)),
+        Pair(Ours(GSPO, how), verl("gspo", **BOUNDED)),
+        Pair(Ours(L.DRO(0.5, "token"), how), verl("dro", **HALF_DRO)),
+        *(Pair(Ours(L.DPPO(kind, 0.05), how), verl(f"dppo_{kind}", **DPPO), loss_differs="log π there, r here")
+          for kind in ("tv", "kl")),
+    ]  # fmt: skip
 
 
-def at_verl(name: str, surrogate: Surrogate, how: str, *further: Any, **arguments: Any) -> Case:
-    return case(partial(verl, name, how), f"verl: {name}, {VERL_HOW[how]}", surrogate, how, *further, **arguments)
-
-
-def same_as_verl() -> list[Case]:
-    dual = Clip(0.2, delta=3.0)
-    bounds = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.2}
-    narrow = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05, "clip_ratio_c": 1e4}
-    differs = "log π there, r here"
-    cases = []
-    for how in VERL_HOW:
-        cases += [
-            at_verl("vanilla", dual, how),
-            at_verl("vanilla", dual, how, {"entropy_coef": 0.1}),
-            at_verl("gpg", REINFORCE(), how),
-            at_verl("cispo", CISPO(0.1, 0.2), how, **bounds),
-            at_verl("gspo", GSPO(0.1, 0.2), how, **bounds),
-            at_verl("dro", DRO(0.5, "token"), how, policy_loss=types.SimpleNamespace(dro_beta=0.5)),
-            *(at_verl(f"dppo_{kind}", DPPO(kind, 0.05), how, None, differs, **narrow) for kind in ("tv", "kl")),
-        ]
-    summed = partial(verl, "reinforce", "seq-mean-token-sum")
-    cases += [
-        case(summed, "verl: reinforce, seq-mean-token-sum", REINFORCE(), "dr_grpo", {"scale": LIMIT}),
-        at_verl("sapo", SAPO(1.0, 1.05), "grpo"),
-        at_verl("geo_mean", GMPO(0.2), "grpo", scale=MICROBATCH / ROWS),
-    ]
-    for kl, there in (("k1", "k1+"), ("k2", "k2"), ("k3", "k3")):
-        cases.append(at_verl("vanilla", dual, "dapo", {"beta": 0.1, "kl": kl}, kl=there))
-    for correction in (*MODES, "token_mask, floor", "sequence_mask, floor"):
-        cases.append(at_verl("vanilla", dual, "dapo", {"correction": correction}))
-    return cases
+SAME_AS_VERL = [
+    *(pair for how in VERL_HOW for pair in same_as_verl(how)),
+    Pair(Ours(L.REINFORCE(), "dr_grpo", scale=LIMIT), verl("reinforce", how="seq-mean-token-sum")),
+    Pair(Ours(L.SAPO(1.0, 1.05), "grpo"), verl("sapo")),
+    Pair(Ours(L.GMPO(0.2), "grpo"), verl("geo_mean", scale=MICROBATCH / ROWS)),
+    *(Pair(Ours(DUAL, "dapo", 0.1, kl), verl("vanilla", kl=there))
+      for kl, there in (("k1", "k1+"), ("k2", "k2"), ("k3", "k3"))),
+    *(Pair(Ours(DUAL, "dapo", correction=mode), verl("vanilla")) for mode in MODES + FLOORED[1::2]),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Namesake:
+    """One name, with the same or the default numbers, and different mathematics."""
+
     name: str
-    there: str
-    apart: tuple[Loss, Loss]  # here and there, under one name and with the same or the default numbers
+    what: str  # differs there
+    apart: Pair
     settings: str  # with which they agree
-    agree: tuple[Loss, Loss]
-    bounds: tuple[int, ...] = (0, MICROBATCH, ROWS)
-    agree_bounds: tuple[int, ...] | None = None  # if other ones
+    agree: dict[str, Any]  # the fields of ``apart`` that these settings change
 
 
-def namesakes() -> list[Namesake]:
-    local = WHOLE | dict.fromkeys(("batch_num_tokens", "global_batch_size", "loss_scale_factor"))
-    clip = ours(Clip(0.2), "dapo")
-    dual = ours(Clip(0.2, delta=3.0), "dapo")
-    grpo = ours(Clip(0.2, delta=3.0), "grpo")
-    dr_grpo = ours(Clip(0.2, delta=3.0), "dr_grpo")
-    kl = ours(Clip(0.2), "grpo", 0.5)
-    cispo = trl(loss_type="cispo", epsilon_high=1.2)
-    gspo = verl("gspo", "grpo")
-    sapo = trl(loss_type="sapo")
-    low = verl("vanilla", "dapo", clip_ratio_c=1.3)
-    geo_mean = verl("geo_mean", "grpo", scale=MICROBATCH / ROWS)
-    sequence = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
-    k1, k3 = (ours(Clip(0.2, delta=3.0), "dapo", 0.5, kl=kl) for kl in ("k1", "k3"))
-    bounded = verl("vanilla", "dapo", 0.5)
-    summed = ours(Clip(0.2), "dr_grpo", scale=LIMIT)
-    rloo = trl(loss_type="rloo", scale=MICROBATCH / ROWS)
-    bonus = ours(Clip(0.2), "dapo", entropy_coef=0.5)
-
-    def corrected(surrogate: Surrogate, how: str, mode: str, **arguments: Any) -> tuple[Loss, Loss]:
-        return ours(surrogate, how, correction=mode), trl(correction=mode, **arguments)
-
-    return [
-        Namesake("CISPO, TRL", "epsilon_high is the bound itself", (ours(CISPO(None, 1.2), "dapo"), cispo),
-                 "`CISPO(None, 0.2)` for 1.2", (ours(CISPO(None, 0.2), "dapo"), cispo)),
-        Namesake("CISPO, verl", "bounded from below as well, both by 0.2 unless set",
-                 (ours(CISPO(None, 0.2), "dapo"), verl("cispo", "dapo")),
-                 "`CISPO(0.2, 0.2)`", (ours(CISPO(0.2, 0.2), "dapo"), verl("cispo", "dapo"))),
-        Namesake("clip, verl", "where A < 0 bounded at clip_ratio_c = 3 unless set (dual clip; shown at 1.3)",
-                 (clip, low), "`Clip(0.2, delta=1.3)`", (ours(Clip(0.2, delta=1.3), "dapo"), low)),
-        Namesake("GSPO, TRL and verl", "epsilon 0.2 unless set; the paper's are 3e-4 and 4e-4",
-                 (ours(GSPO(), "grpo"), gspo), "`GSPO(0.2, 0.2)`", (ours(GSPO(0.2, 0.2), "grpo"), gspo)),
-        Namesake("GMPO, verl", "epsilon 0.2 unless set; a microbatch's rows are averaged, so the split matters",
-                 (ours(GMPO(), "grpo"), geo_mean), "`GMPO(0.2)`, microbatches of one size",
-                 (ours(GMPO(0.2), "grpo"), geo_mean)),
-        Namesake("SAPO, TRL and verl", "tau_neg 1.05 unless set, 3 here", (ours(SAPO(), "grpo"), sapo),
-                 "`SAPO(1, 1.05)`", (ours(SAPO(1.0, 1.05), "grpo"), sapo)),
-        Namesake("DPPO, verl", "r bounded at clip_ratio_c = 3 unless set (shown at 1.3); epsilon 0.2 unless set",
-                 (ours(DPPO(), "dr_grpo"), verl("dppo_tv", "dr_grpo", clip_ratio_c=1.3)),
-                 "clip_ratio_c=1e4 there, `DPPO(epsilon=0.2)` here",
-                 (ours(DPPO(epsilon=0.2), "dr_grpo"), verl("dppo_tv", "dr_grpo", clip_ratio_c=1e4))),
-        Namesake("DRO, verl", "a token's log-ratio in the penalty; Kimi k1.5's is the completion's",
-                 (ours(DRO(0.5), "dr_grpo"), verl("dro", "dr_grpo", policy_loss=types.SimpleNamespace(dro_beta=0.5))),
-                 '`DRO(0.5, "token")`', (ours(DRO(0.5, "token"), "dr_grpo"),
-                                         verl("dro", "dr_grpo", policy_loss=types.SimpleNamespace(dro_beta=0.5)))),
-        Namesake("KL, TRL", "k3 times the ratio", (kl, trl(0.5, loss_type="grpo")), "use_bias_correction_kl=False",
-                 (kl, trl(0.5, loss_type="grpo", use_bias_correction_kl=False))),
-        Namesake("KL k1, verl", "k1's own gradient, which the reference does not enter; here k2's, the KL's",
-                 (k1, verl("vanilla", "dapo", 0.5, kl="k1")), "k1+", (k1, verl("vanilla", "dapo", 0.5, kl="k1+"))),
-        Namesake("KL k3, verl", "at most 10, without a gradient there (shown: the reference 3 nats above)",
-                 (moved(k3, ref=3.0), moved(bounded, ref=3.0)), "nearer references (shown: 1 nat)",
-                 (moved(k3, ref=1.0), moved(bounded, ref=1.0))),
-        Namesake("RLOO, TRL", "a trainer that clips a completion's product of ratios; here an advantage scale",
-                 (summed, rloo), "r = 1, `dr_grpo` x 16", (moved(summed, old=0.0), moved(rloo, old=0.0))),
-        Namesake("GMPO with token corrections, verl", "a row's weights are averaged, geometrically; here each acts on "
-                 "its token", (ours(GMPO(0.2), "grpo", correction="token_truncate"),
-                           verl("geo_mean", "grpo", scale=MICROBATCH / ROWS, correction="token_truncate")),
-                 "sequence corrections", (ours(GMPO(0.2), "grpo", correction="sequence_truncate"),
-                           verl("geo_mean", "grpo", scale=MICROBATCH / ROWS, correction="sequence_truncate"))),
-        Namesake("entropy_coef, TRL", "the mean of the microbatches' means, whatever the loss_type: the split matters",
-                 (bonus, trl(loss_type="dapo", entropy_coef=0.5)), "one microbatch, `dapo`",
-                 (bonus, trl(loss_type="dapo", entropy_coef=0.5, microbatch=ROWS)), agree_bounds=(0, ROWS)),
-        Namesake("token mean, TRL's bnpo", "the mean of the microbatches' means: the split matters",
-                 (clip, trl(loss_type="bnpo")), "loss_type=dapo", (clip, trl(loss_type="dapo"))),
-        Namesake("token mean, TRL", "divided by the mean number of tokens of a rollout's minibatches (shown: 2, the "
-                 "other of 16 tokens); here by each minibatch's own",
-                 (clip, trl(tokens=COUNTS.tokens + 16, loss_type="dapo", steps_per_generation=4)),
-                 "one minibatch", (clip, trl(loss_type="dapo"))),
-        Namesake("token mean, verl", "as bnpo, if batch_num_tokens is not given",
-                 (dual, verl("vanilla", "dapo", scale=0.5, global_batch_info=local)), "batch_num_tokens",
-                 (dual, verl("vanilla", "dapo"))),
-        Namesake("sequence mean, verl", "without global_batch_size, rows that are masked out do not count",
-                 (grpo, verl("vanilla", "grpo", global_batch_info=local)), "global_batch_size",
-                 (grpo, verl("vanilla", "grpo")), (0, ROWS)),
-        Namesake("dr_grpo, verl", "without loss_scale_factor, divided by the batch's width",
-                 (dr_grpo, verl("vanilla", "dr_grpo", global_batch_info=WHOLE | {"loss_scale_factor": None})),
-                 "loss_scale_factor", (dr_grpo, verl("vanilla", "dr_grpo"))),
-        Namesake("GSPO with token corrections, TRL",
-                 "a row's weights are averaged; here and in verl each acts on its token",
-                 corrected(GSPO(0.2, 0.2), "grpo", "token_truncate", **sequence), "sequence corrections",
-                 corrected(GSPO(0.2, 0.2), "grpo", "sequence_truncate", **sequence)),
-        Namesake("VESPO with corrections, TRL", "token weights are factors of w; here of the loss",
-                 corrected(VESPO(), "dapo", "token_truncate", loss_type="vespo"), "no correction",
-                 (ours(VESPO(), "dapo"), trl(loss_type="vespo"))),
-    ]  # fmt: skip
+LOCAL = WHOLE | dict.fromkeys(("batch_num_tokens", "global_batch_size", "loss_scale_factor"))
+NAMESAKES = [
+    Namesake("CISPO, TRL", "epsilon_high is the bound itself",
+             Pair(Ours(L.CISPO(None, 1.2), "dapo"), trl("cispo", epsilon_high=1.2)),
+             "`CISPO(None, 0.2)` for 1.2", {"here": Ours(L.CISPO(None, 0.2), "dapo")}),
+    Namesake("CISPO, verl", "bounded from below as well, both by 0.2 unless set",
+             Pair(Ours(L.CISPO(None, 0.2), "dapo"), verl("cispo")),
+             "`CISPO(0.2, 0.2)`", {"here": Ours(L.CISPO(0.2, 0.2), "dapo")}),
+    Namesake("clip, verl", "where A < 0 bounded at clip_ratio_c = 3 unless set (dual clip; shown at 1.3)",
+             Pair(Ours(CLIP, "dapo"), verl("vanilla", clip_ratio_c=1.3)),
+             "`Clip(0.2, delta=1.3)`", {"here": Ours(Clip(0.2, delta=1.3), "dapo")}),
+    Namesake("GSPO, TRL and verl", "epsilon 0.2 unless set; the paper's are 3e-4 and 4e-4",
+             Pair(Ours(L.GSPO(), "grpo"), verl("gspo")),
+             "`GSPO(0.2, 0.2)`", {"here": Ours(L.GSPO(0.2, 0.2), "grpo")}),
+    Namesake("GMPO, verl", "epsilon 0.2 unless set; a microbatch's rows are averaged, so the split matters",
+             Pair(Ours(L.GMPO(), "grpo"), verl("geo_mean", scale=MICROBATCH / ROWS)),
+             "`GMPO(0.2)`, microbatches of one size", {"here": Ours(L.GMPO(0.2), "grpo")}),
+    Namesake("SAPO, TRL and verl", "tau_neg 1.05 unless set, 3 here",
+             Pair(Ours(L.SAPO(), "grpo"), trl("sapo")),
+             "`SAPO(1, 1.05)`", {"here": Ours(L.SAPO(1.0, 1.05), "grpo")}),
+    Namesake("DPPO, verl", "r bounded at clip_ratio_c = 3 unless set (shown at 1.3); epsilon 0.2 unless set",
+             Pair(Ours(L.DPPO(), "dr_grpo"), verl("dppo_tv", clip_ratio_c=1.3)),
+             "clip_ratio_c=1e4 there, `DPPO(epsilon=0.2)` here",
+             {"here": Ours(L.DPPO(epsilon=0.2), "dr_grpo"), "there": verl("dppo_tv", clip_ratio_c=1e4)}),
+    Namesake("DRO, verl", "a token's log-ratio in the penalty; Kimi k1.5's is the completion's",
+             Pair(Ours(L.DRO(0.5), "dr_grpo"), verl("dro", **HALF_DRO)),
+             '`DRO(0.5, "token")`', {"here": Ours(L.DRO(0.5, "token"), "dr_grpo")}),
+    Namesake("KL, TRL", "k3 times the ratio",
+             Pair(Ours(CLIP, "grpo", 0.5, "k3"), trl("grpo")),
+             "use_bias_correction_kl=False", {"there": trl("grpo", use_bias_correction_kl=False)}),
+    Namesake("KL k1, verl", "k1's own gradient, which the reference does not enter; here k2's, the KL's",
+             Pair(Ours(DUAL, "dapo", 0.5, "k1"), verl("vanilla", kl="k1")),
+             "k1+", {"there": verl("vanilla", kl="k1+")}),
+    Namesake("KL k3, verl", "at most 10, without a gradient there (shown: the reference 3 nats above)",
+             Pair(Ours(DUAL, "dapo", 0.5, "k3"), verl("vanilla"), distances={"ref": 3.0}),
+             "nearer references (shown: 1 nat)", {"distances": {"ref": 1.0}}),
+    Namesake("RLOO, TRL", "a trainer that clips a completion's product of ratios; here an advantage scale",
+             Pair(Ours(CLIP, "dr_grpo", scale=LIMIT), trl("rloo", scale=MICROBATCH / ROWS)),
+             "r = 1, `dr_grpo` x 16", {"distances": {"old": 0.0}}),
+    Namesake("GMPO with token corrections, verl",
+             "a row's weights are averaged, geometrically; here each acts on its token",
+             Pair(Ours(L.GMPO(0.2), "grpo", correction="token_truncate"), verl("geo_mean", scale=MICROBATCH / ROWS)),
+             "sequence corrections", {"here": Ours(L.GMPO(0.2), "grpo", correction="sequence_truncate")}),
+    Namesake("entropy_coef, TRL", "the mean of the microbatches' means, whatever the loss_type: the split matters",
+             Pair(Ours(CLIP, "dapo", entropy_coef=0.5), trl("dapo")),
+             "one microbatch, `dapo`", {"there": trl("dapo", microbatch=ROWS), "bounds": (0, ROWS)}),
+    Namesake("token mean, TRL's bnpo", "the mean of the microbatches' means: the split matters",
+             Pair(Ours(CLIP, "dapo"), trl("bnpo")),
+             "loss_type=dapo", {"there": trl("dapo")}),
+    Namesake("token mean, TRL", "divided by the mean number of tokens of a rollout's minibatches (shown: 2, the "
+             "other of 16 tokens); here by each minibatch's own",
+             Pair(Ours(CLIP, "dapo"), trl("dapo", tokens=COUNTS.tokens + 16, steps_per_generation=4)),
+             "one minibatch", {"there": trl("dapo")}),
+    Namesake("token mean, verl", "as bnpo, if batch_num_tokens is not given",
+             Pair(Ours(DUAL, "dapo"), verl("vanilla", scale=0.5, global_batch_info=LOCAL)),
+             "batch_num_tokens", {"there": verl("vanilla")}),
+    Namesake("sequence mean, verl", "without global_batch_size, rows that are masked out do not count",
+             Pair(Ours(DUAL, "grpo"), verl("vanilla", global_batch_info=LOCAL), (0, ROWS)),
+             "global_batch_size", {"there": verl("vanilla")}),
+    Namesake("dr_grpo, verl", "without loss_scale_factor, divided by the batch's width",
+             Pair(Ours(DUAL, "dr_grpo"), verl("vanilla", global_batch_info=WHOLE | {"loss_scale_factor": None})),
+             "loss_scale_factor", {"there": verl("vanilla")}),
+    Namesake("GSPO with token corrections, TRL",
+             "a row's weights are averaged; here and in verl each acts on its token",
+             Pair(Ours(L.GSPO(0.2, 0.2), "grpo", correction="token_truncate"),
+                  trl("grpo", importance_sampling_level="sequence")),
+             "sequence corrections", {"here": Ours(L.GSPO(0.2, 0.2), "grpo", correction="sequence_truncate")}),
+    Namesake("VESPO with corrections, TRL", "token weights are factors of w; here of the loss",
+             Pair(Ours(L.VESPO(), "dapo", correction="token_truncate"), trl("vespo")),
+             "no correction", {"here": Ours(L.VESPO(), "dapo")}),
+]  # fmt: skip
+BRIDGED = [
+    L.PSPO(), L.NoClip(), Clip(), L.P3O(4.0, 0.1), L.SAPO(), L.TOPR(), L.REINFORCE(), L.CISPO(None, 0.2), GSPO,
+    L.GMPO(0.1), L.VESPO(), L.DPPO(), L.SPO(), L.DRO(0.5), L.CEGPPO(0.1), L.ASPO(0.1),
+]  # fmt: skip
+THROUGH_MODEL = {
+    **{f"`Clip(0.2)`, `{how}`": Ours(CLIP, how) for how in ("dapo", "grpo", "dr_grpo")},
+    "`Clip(0.2), k3, beta 0.1`, `grpo`": Ours(CLIP, "grpo", 0.1, "k3"),
+    "`Clip(0.2), entropy_coef 0.1`, `dapo`": Ours(CLIP, "dapo", entropy_coef=0.1),
+    "`Clip(0.2)`, `dapo`, LoRA": Ours(CLIP, "dapo"),
+}
 
 
-def differences(mine: Loss, theirs: Loss, bounds: tuple[int, ...] = (0, MICROBATCH, ROWS)) -> tuple[float, float]:
-    """Relative difference of the loss, and of the gradient's entries to its largest."""
-    (loss, gradient), (their_loss, their_gradient) = (loss_and_gradient(each, bounds) for each in (mine, theirs))
-    largest = their_gradient.abs().max()
-    return abs(loss - their_loss) / abs(their_loss), ((gradient - their_gradient).abs().max() / largest).item()
+def model_inputs(b: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return b["prompt_ids"], b["prompt_mask"], b["completion_ids"], b["mask"]
 
 
-def through_model(
-    surrogate: Surrogate, how: str, beta: float = 0.0, lora: bool = False, entropy_coef: float = 0.0
-) -> float:
+def through_model(here: Ours, lora: bool) -> float:
     """Largest difference of loss, or of a parameter's gradient to its largest entry, each side by its own log-probs."""
     generator = torch.Generator().manual_seed(1)
     their_model = make_model()
@@ -548,77 +536,66 @@ def through_model(
     plain = our_model.base_model.model if lora else our_model
     ids = torch.randint(3, VOCABULARY, (ROWS, 6 + T), generator=generator)
     prompt_mask = torch.arange(6) >= 6 - torch.tensor([6, 3, 5, 6, 4, 6, 2, 5])[:, None]
-    parts = (ids[:, :6].where(prompt_mask, 0), prompt_mask, ids[:, 6:].where(BATCH["mask"], 0), BATCH["mask"])
+    batch = make_batch()
+    batch = batch | {
+        "prompt_ids": ids[:, :6].where(prompt_mask, 0), "prompt_mask": prompt_mask,
+        "completion_ids": ids[:, 6:].where(batch["mask"], 0),
+    }  # fmt: skip
+
+    def our_loss(b: Batch) -> Tensor:
+        new, own_entropies = token_logprobs(plain, *model_inputs(b), TEMPERATURE, with_entropies=True)
+        return here(b | {"new": new, "entropies": own_entropies})
+
     with torch.no_grad():
-        now = token_logprobs(plain, *parts, TEMPERATURE)
-    old, ref = (now + spread * torch.randn(now.shape, generator=generator) for spread in (0.4, 0.7))
-    kl = {"use_bias_correction_kl": False} if beta else {}
-    size = ROWS if entropy_coef else MICROBATCH  # TRL's bonus depends on the split
-    settings = {"loss_type": how, "temperature": TEMPERATURE, "entropy_coef": entropy_coef} | kl
-    trainer = make_trainer(settings, beta, model=their_model, microbatch=size)
-    theirs = mine = 0.0
-    for rows in (slice(first, first + size) for first in range(0, ROWS, size)):
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        inputs = {name: part[rows].long() for name, part in zip(names, parts, strict=True)} | {
-            "advantages": BATCH["advantages"][rows, 0], "old_per_token_logps": old[rows],
-            "ref_per_token_logps": ref[rows], "num_items_in_batch": torch.tensor(COUNTS.tokens),
-        }  # fmt: skip
-        loss = trainer._compute_loss(their_model, inputs)
-        loss.backward()
-        theirs += loss.item()
-        inputs = (*(part[rows] for part in parts), TEMPERATURE)
-        logprobs, own_entropies = token_logprobs(plain, *inputs, with_entropies=True)
-        b = {"new": logprobs, "old": old, "ref": ref, "advantages": BATCH["advantages"], "mask": BATCH["mask"]}
-        loss = ours(surrogate, how, beta)({key: value if key == "new" else value[rows] for key, value in b.items()})
-        loss = loss - entropy_coef * aggregate(own_entropies, BATCH["mask"][rows], how, COUNTS)
-        loss.backward()
-        mine += loss.item()
+        now = token_logprobs(plain, *model_inputs(batch), TEMPERATURE)
+    for name, spread in (("old", 0.4), ("ref", 0.7)):
+        batch[name] = now + spread * torch.randn(now.shape, generator=generator)
+    bounds = (0, ROWS) if here.entropy_coef else BOUNDS  # TRL's bonus depends on the split
+    arguments = {"use_bias_correction_kl": False} if here.beta else {}
+    their_loss = trl_loss(here, here.how, model=their_model, temperature=TEMPERATURE, microbatch=bounds[1], **arguments)
+    mine = accumulate(our_loss, batch, bounds)
+    theirs = accumulate(their_loss, batch, bounds)
     pairs = zip(our_model.parameters(), their_model.parameters(), strict=True)
-    gradients = [((a.grad - b.grad).abs().max() / b.grad.abs().max()).item() for a, b in pairs if b.requires_grad]
+    gradients = [largest_difference(a.grad, b.grad) for a, b in pairs if b.requires_grad]
     return max(abs(mine - theirs) / abs(theirs), *gradients)
 
 
-def advantage_table() -> list[tuple[str, float]]:
+def advantage_table() -> list[tuple[str, Tensor, Tensor]]:
+    """Names of advantages, and (B,) here and there."""
     rewards = torch.tensor(REWARDS)
-    group = torch.tensor([0] * 4 + [1] * 4).numpy()
-    everyone = {**BATCH, "mask": torch.arange(T) < LENGTHS.clamp(min=1)}
-    rows = []
-
-    def add(name: str, mine: Tensor, theirs: Tensor) -> None:
-        rows.append((name, ((mine - theirs).abs().max() / theirs.abs().max()).item()))
-
-    for scale in ("none", "group", "batch"):
-        trainer = make_trainer({"scale_rewards": scale})
-        theirs = trl_scored(trainer, everyone)["advantages"]
-        add(f"`{scale}`: TRL, scale_rewards={scale}", group_relative_advantages(rewards, 4, scale), theirs)
-    theirs = trl_scored(make_trainer({"loss_type": "rloo"}), everyone)["advantages"]
-    add("`rloo`: TRL, RLOOTrainer", group_relative_advantages(rewards, 4, "rloo"), theirs)
     by_function = {"a": rewards, "b": torch.tensor(FORMAT)}
     weights = [1.0, 0.25]
+
+    def ours(scale: str, eps: float = 1e-4) -> Tensor:
+        return group_relative_advantages(rewards, 4, scale, eps=eps)
+
+    def by_trl(**arguments: Any) -> Tensor:
+        return trl_scored(make_trainer(**arguments))["advantages"]
+
+    def by_verl(name: str, **arguments: Any) -> Tensor:
+        function = getattr(load_verl()[0], f"compute_{name}_outcome_advantage")
+        group = torch.tensor([0] * 4 + [1] * 4).numpy()
+        return function(rewards[:, None].clone(), torch.ones(ROWS, 1), group, **arguments)[0][:, 0]
+
     both = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": weights}
-    theirs = trl_scored(make_trainer(both, rewards=(REWARDS, FORMAT)), everyone)["advantages"]
-    add("`gdpo`: TRL, multi_objective_aggregation=normalize_then_sum", gdpo(rewards, 4, by_function, weights), theirs)
-    one_token = {
-        "prompts": torch.zeros(ROWS, 1),
-        "attention_mask": torch.ones(ROWS, 2, dtype=torch.long),
-    }  # rows of one length
-    theirs = CORE.compute_gdpo_outcome_advantage(
-        rewards[:, None], torch.ones(ROWS, 1), group, epsilon=1e-9, batch=one_token,
-        config={"gdpo_reward_keys": [*by_function], "gdpo_reward_weights": weights},
-        non_tensor_batch={name: values.numpy() for name, values in by_function.items()},
-    )[0][:, 0]  # fmt: skip
-    mine = gdpo(rewards, 4, by_function, weights, 1e-9)
-    add("`gdpo`: verl, gdpo; it whitens over tokens, of rows of one length", mine, theirs)
-    grpo = CORE.compute_grpo_outcome_advantage
-    rloo = CORE.compute_rloo_outcome_advantage
-    for name, scale, function in (
-        ("grpo, norm_adv_by_std_in_grpo=False", "none", partial(grpo, norm_adv_by_std_in_grpo=False)),
-        ("grpo, with its eps of 1e-6", "group", grpo),
-        ("rloo", "rloo", rloo),
-    ):
-        theirs = function(rewards[:, None].clone(), torch.ones(ROWS, 1), group)[0][:, 0]
-        add(f"`{scale}`: verl, {name}", group_relative_advantages(rewards, 4, scale, eps=1e-6), theirs)
-    return rows
+    verl_both = {
+        "epsilon": 1e-9, "config": {"gdpo_reward_keys": [*by_function], "gdpo_reward_weights": weights},
+        "non_tensor_batch": {name: values.numpy() for name, values in by_function.items()},
+        "batch": {"prompts": torch.zeros(ROWS, 1), "attention_mask": torch.ones(ROWS, 2, dtype=torch.long)},
+    }  # fmt: skip
+    return [
+        *((f"`{scale}`: TRL, scale_rewards={scale}", ours(scale), by_trl(scale_rewards=scale))
+          for scale in ("none", "group", "batch")),
+        ("`rloo`: TRL, RLOOTrainer", ours("rloo"), by_trl(loss_type="rloo")),
+        ("`gdpo`: TRL, multi_objective_aggregation=normalize_then_sum",
+         gdpo(rewards, 4, by_function, weights), by_trl(rewards=(REWARDS, FORMAT), **both)),
+        ("`gdpo`: verl, gdpo; it whitens over tokens, of rows of one length",
+         gdpo(rewards, 4, by_function, weights, 1e-9), by_verl("gdpo", **verl_both)),
+        ("`none`: verl, grpo, norm_adv_by_std_in_grpo=False",
+         ours("none"), by_verl("grpo", norm_adv_by_std_in_grpo=False)),
+        ("`group`: verl, grpo, with its eps of 1e-6", ours("group", 1e-6), by_verl("grpo")),
+        ("`rloo`: verl, rloo", ours("rloo"), by_verl("rloo")),
+    ]  # fmt: skip
 
 
 def bridge_table() -> list[tuple[str, list[float]]]:
@@ -627,24 +604,26 @@ def bridge_table() -> list[tuple[str, list[float]]]:
 
     Losses are compared as shares of the mean |token loss|: losses of both signs cancel, their roundings do not.
     """
-    import_module("pspo_bridge.verl")  # once verl is loaded
-    exact_batch = {name: values if name == "mask" else values.double() for name, values in BATCH.items()}
+    load_verl()
+    import_module("pspo_bridge.verl")  # now that verl is loaded
+    batch = make_batch()
+    exact_batch = {name: values.double() if values.is_floating_point() else values for name, values in batch.items()}
     rows = []
     for surrogate in BRIDGED:
         name = f"pspo.{type(surrogate).__name__}"
         columns = []
         for how in VERL_HOW:
-            mine = ours(surrogate, how)
-            through_verl = verl(name, how, policy_loss={"arguments": vars(surrogate)})
-            every = (mine, trl(loss_type=how, surrogate=surrogate), through_verl)
-            losses, gradients = zip(*map(loss_and_gradient, every), strict=True)
-            exact, _ = loss_and_gradient(mine, batch=exact_batch)
-            size, _ = loss_and_gradient(ours(lambda *tensors, surrogate=surrogate: surrogate(*tensors).abs(), how))
+            here = Ours(surrogate, how)
+            through_trl = trl(how, surrogate=surrogate).loss(here)
+            through_verl = verl(name, policy_loss={"arguments": vars(surrogate)}).loss(here)
+            sides = [loss_and_gradient(loss, batch) for loss in (here, through_trl, through_verl)]
+            exact, _ = loss_and_gradient(here, exact_batch)
+            size, _ = loss_and_gradient(Ours(lambda *x, surrogate=surrogate: surrogate(*x).abs(), how), batch)
+            mine, gradient = sides[0]
             column = []
-            for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
-                apart = (gradient - gradients[0]).abs().max() / gradient.abs().max()
-                column += [abs(loss - losses[0]) / size, apart.item()]
-            columns.append([*column, max(abs(loss - exact) for loss in losses) / size])
+            for theirs, their_gradient in sides[1:]:
+                column += [abs(theirs - mine) / size, largest_difference(gradient, their_gradient)]
+            columns.append([*column, max(abs(loss - exact) for loss, _ in sides) / size])
         rows.append((repr(surrogate), [max(values) for values in zip(*columns, strict=True)]))
     return rows
 
@@ -654,37 +633,36 @@ def main() -> int:
     print(", ".join(f"{name} {version}" for name, version in versions.items()) + "; float32\n")
     print("| here | aggregation | there | loss | gradient |\n|---|---|---|---|---|")
     worst = 0.0
-    for case in [*same_as_trl(), *same_as_verl()]:
-        loss, gradient = differences(case.mine, case.theirs)
-        worst = max(worst, gradient, 0.0 if case.loss_differs else loss)
-        shown = case.loss_differs or f"{loss:.1e}"
-        print(f"| `{case.method}` | `{case.how}` | {case.there} | {shown} | {gradient:.1e} |")
+    for pair in SAME_AS_TRL + SAME_AS_VERL:
+        loss, gradient = pair.differences()
+        worst = max(worst, gradient, 0.0 if pair.loss_differs else loss)
+        there = pair.there.text(pair.here)
+        shown = pair.loss_differs or f"{loss:.1e}"
+        print(f"| `{pair.here}` | `{pair.here.how}` | {there} | {shown} | {gradient:.1e} |")
     print("\n| advantage scale | difference |\n|---|---|")
-    for name, difference in advantage_table():
+    for name, mine, theirs in advantage_table():
+        difference = largest_difference(mine, theirs)
         worst = max(worst, difference)
         print(f"| {name} | {difference:.1e} |")
     print("\n| name | there | gradients differ by | they agree with | then by |\n|---|---|---|---|---|")
-    for each in namesakes():
-        apart = differences(*each.apart, each.bounds)[1]
-        agree = differences(*each.agree, each.agree_bounds or each.bounds)[1]
+    for each in NAMESAKES:
+        _, apart = each.apart.differences()
+        _, agree = replace(each.apart, **each.agree).differences()
         worst = max(worst, agree)
-        print(f"| {each.name} | {each.there} | {apart:.0%} | {each.settings} | {agree:.1e} |")
+        print(f"| {each.name} | {each.what} | {apart:.0%} | {each.settings} | {agree:.1e} |")
     print("\n| through the bridge | TRL: loss | gradient | verl: loss | gradient | loss, to float64 |")
     print("|---|---|---|---|---|---|")
     for name, values in bridge_table():
         worst = max(worst, *values)
         print(f"| `{name}` | {' | '.join(f'{value:.1e}' for value in values)} |")
     print("\n| through a model | difference |\n|---|---|")
-    through = {
-        **{f"`Clip(0.2)`, `{how}`": through_model(Clip(0.2), how) for how in ("dapo", "grpo", "dr_grpo")},
-        "`Clip(0.2), k3, beta 0.1`, `grpo`": through_model(Clip(0.2), "grpo", beta=0.1),
-        "`Clip(0.2), entropy_coef 0.1`, `dapo`": through_model(Clip(0.2), "dapo", entropy_coef=0.1),
-        "`Clip(0.2)`, `dapo`, LoRA": through_model(Clip(0.2), "dapo", lora=True),
-    }
-    for name, difference in through.items():
+    farthest = 0.0
+    for name, here in THROUGH_MODEL.items():
+        difference = through_model(here, lora="LoRA" in name)
+        farthest = max(farthest, difference)
         print(f"| {name} | {difference:.1e} |")
     print(f"\nlargest difference of what is the same: {worst:.1e}")
-    return int(not worst <= TOLERANCE or not max(through.values()) <= MODEL_TOLERANCE)
+    return int(not worst <= TOLERANCE or not farthest <= MODEL_TOLERANCE)
 
 
 if __name__ == "__main__":
