@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import benchmarks.gpu.__main__ as gpu
-from benchmarks.gpu.common import Measurement, row
+from benchmarks.gpu.common import Measurement
 from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.results import row
 
 
 def read(output: Path) -> dict[str, dict]:
@@ -42,9 +43,9 @@ def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path, here, monkeyp
     here(tmp_path, "--part", "speed")
     results = read(tmp_path)
     assert [*results] == ["raises", "crashes", "works", "elsewhere"]
-    assert results["raises"]["error"] == "exit code 1: RuntimeError: no kernel | image"
-    assert results["crashes"]["error"] == f"exit code {-signal.SIGKILL}: no output"
-    assert results["elsewhere"]["skipped"] == "needs a GPU and no_such_package"
+    assert results["raises"]["why"] == "error: exit code 1: RuntimeError: no kernel | image"
+    assert results["crashes"]["why"] == f"error: exit code {-signal.SIGKILL}: no output"
+    assert results["elsewhere"]["why"] == "skipped: needs a GPU and no_such_package"
     verdicts = [(r["value"], r["goal"], r["ok"]) for r in results["works"]["rows"]]
     assert verdicts == [(7.0, "at most 8", True), (6, "at least 7", False)]
     before = results["works"] | {"date": "of the first call"}
@@ -61,11 +62,10 @@ def test_the_whole_rehearsal(tmp_path):
     assert done.returncode == 0, done.stderr
     results = read(tmp_path)
     assert {result["part"] for result in results.values()} == {*PARTS}
-    assert not [result["error"] for result in results.values() if "error" in result]
-    skips = [result["skipped"] for result in results.values() if "skipped" in result]
-    assert all("a GPU" in needs or "trl" in needs for needs in skips)
+    skips = [result["why"] for result in results.values() if not result["rows"]]
+    assert all(why.startswith("skipped: ") and ("a GPU" in why or "trl" in why) for why in skips)
     shares = [row["value"] for row in results["decoders"]["rows"] if "share of tokens" in row["what"]]
     assert shares == [1.0, 1.0]
     exact = [*PARTS["correctness"], *PARTS["decide"]]
-    rows = [row for measurement in exact for row in results[measurement.name].get("rows", []) if row["goal"]]
+    rows = [row for measurement in exact for row in results[measurement.name]["rows"] if row["goal"]]
     assert all(row["ok"] for row in rows if row["what"] != "gain")

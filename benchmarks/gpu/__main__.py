@@ -27,23 +27,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pspo.files import environment, read_json, write_json, write_text
+from benchmarks.gpu.results import NO_GPU, Result, Results, verdict
+from pspo.files import environment
 
 if TYPE_CHECKING:
     from benchmarks.gpu.common import Measurement, Options
 
     Listed = list[tuple[str, Measurement]]  # each with its part
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 FORK = multiprocessing.get_context("fork")  # nothing is imported again; this process itself never touches CUDA
 GRACE = 30  # seconds that a stopped run may take to save
-NO_GPU = "none"
 PEERS = ("trl", "vllm", "bitsandbytes", "triton")
 
 
@@ -61,13 +61,14 @@ def describe(options: "Options") -> dict[str, Any]:
     return {"gpu": device.name, "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda, "driver": driver}
 
 
-def measure(measurement: "Measurement", options: "Options", seconds: float) -> dict[str, Any]:
-    """Run a measurement in a process of its own: what it returns as "rows", or in one line an "error"."""
-    log = options.output / "logs" / f"{measurement.name}.log"
-    began = time.monotonic()
+def run_apart(
+    name: str, function: "Callable[[Options], T]", options: "Options", seconds: float
+) -> tuple[T | None, str]:
+    """What a function returns in a process of its own; if that fails None, and why in one line."""
+    log = options.output / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     receive, send = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=child, args=(measurement, options, log, send))
+    process = FORK.Process(target=child, args=(function, options, log, send))
     process.start()
     send.close()
     try:
@@ -79,17 +80,16 @@ def measure(measurement: "Measurement", options: "Options", seconds: float) -> d
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
-    spent = {"seconds": round(time.monotonic() - began, 1)}
     if process.exitcode == 0:
-        return {"rows": receive.recv()} | spent
+        return receive.recv(), ""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
     why = f"stopped after {seconds:.0f} s" if late else f"exit code {process.exitcode}"
-    return {"error": f"{why}: {last}"} | spent
+    return None, f"error: {why}: {last}"
 
 
-def child(measurement: "Measurement", options: "Options", log: Path, send: Any) -> None:
-    """Measure, with all output in the log, in a group of processes that can be killed together."""
+def child(function: "Callable[[Options], Any]", options: "Options", log: Path, send: Any) -> None:
+    """Run it with all output in the log, in a group of processes that can be killed together."""
     import torch
 
     os.setpgrp()
@@ -99,102 +99,34 @@ def child(measurement: "Measurement", options: "Options", log: Path, send: Any) 
     if options.rehearse:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
-    send.send(measurement.run(options))
+    send.send(function(options))
 
 
-def report(results: dict[str, Any]) -> str:
-    """results.md: the machines, and a table for each part."""
-    found = [result["environment"] for result in results.values()]
-    machines = {
-        f"* {e['gpu']}, driver {e['driver']}, torch {e['packages']['torch']}, transformers "
-        f"{e['packages']['transformers']}, commit {e['commit']}" for e in found
-    }  # fmt: skip
-    lines = ["# Measured by `python -m benchmarks.gpu`", "", *sorted(machines)]
-    for part in dict.fromkeys(result["part"] for result in results.values()):
-        lines += ["", f"## {part}", "", "| measurement | what | value | goal | met |", "|---|---|---|---|---|"]
-        of_part = {name: result for name, result in results.items() if result["part"] == part}
-        lines += [f"| {name} | {' | '.join(c)} |" for name, result in of_part.items() for c in cells(result)]
-    return "\n".join([*lines, "", *verdict(results)]).rstrip() + "\n"
+def missing(listed: "Listed", results: Results) -> "Listed":
+    """What has no values yet; what was tried before comes last."""
+    left = [(part, one) for part, one in listed if one.name not in results.saved or not results.saved[one.name].rows]
+    return sorted(left, key=lambda pair: pair[1].name in results.saved)
 
 
-def verdict(results: dict[str, Any]) -> list[str]:
-    """A table of the candidates, and a line on those that gained enough on a GPU and compute the same."""
-    rows = []
-    gained = []
-    for name, result in results.items():
-        values = {r["what"]: r for r in result.get("rows", [])}
-        if "gain" not in values:
-            continue
-        goal = values["gain"]["goal"]
-        is_exact = all(r["ok"] is not False for r in values.values() if r is not values["gain"])
-        gpu = result["environment"]["gpu"]
-        if values["gain"]["ok"] and is_exact and not gpu.startswith(NO_GPU):
-            gained.append(name)
-        shown = [f"{text(values[what]['value'])} {values[what]['unit']}" for what in ("now", "with it", "gain")]
-        rows.append(f"| {name} | {' | '.join(shown)} | {text(is_exact)} | {gpu} |")
-    if not rows:
-        return []
-    header = ["| candidate | now | with it | gain | same numbers | GPU |", "|---|---|---|---|---|---|"]
-    line = f"Gain of {goal}, with the same numbers: {', '.join(gained) or 'none'}."
-    return ["## Verdict", "", *header, *rows, "", line]
-
-
-def cells(result: dict[str, Any]) -> list[list[str]]:
-    """What, value, goal and whether it is met, of each row; without any, why."""
-    why = [f"{key}: {result[key]}".replace("|", "/") for key in ("error", "skipped") if key in result]
-    return [[*why, "", "", ""]] * len(why) + [
-        [r["what"], f"{text(r['value'])} {r['unit']}".strip(), r["goal"], "" if r["ok"] is None else text(r["ok"])]
-        for r in result.get("rows", [])
-    ]
-
-
-def text(value: float | bool) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1e4 else f"{value:.4g}"
-
-
-class Results:
-    """What was measured, by measurement: results.json, and results.md for people; both are written after each."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        file = folder / "results.json"
-        self.saved: dict[str, Any] = read_json(file) if file.exists() else {}
-
-    def missing(self, listed: "Listed") -> "Listed":
-        """What has no values yet; what was tried before comes last."""
-        missing = [(part, one) for part, one in listed if "rows" not in self.saved.get(one.name, {})]
-        return sorted(missing, key=lambda pair: pair[1].name in self.saved)
-
-    def add(self, name: str, result: dict[str, Any]) -> None:
-        self.saved[name] = result | {"date": datetime.now(UTC).isoformat(timespec="seconds")}
-        write_json(self.folder / "results.json", self.saved)
-        write_text(self.folder / "results.md", report(self.saved))
-        for row in cells(result):
-            print(name, *filter(None, row), sep="  ", flush=True)
-
-
-def measure_all(missing: "Listed", options: "Options", results: Results, end: float) -> None:
+def measure_all(listed: "Listed", options: "Options", results: Results, end: float) -> None:
     """Measure what fits into the time that is left; exits if torch cannot use the GPU."""
-    from benchmarks.gpu.common import Measurement
-
-    device = measure(Measurement("device", describe), options, 120)
-    if "error" in device:
-        sys.exit(f"no GPU to measure: {device['error']}")
-    there = environment(str(options.device), 1) | device["rows"]
+    device, why = run_apart("device", describe, options, 120)
+    if device is None:
+        sys.exit(f"no GPU to measure: {why}")
+    there = environment(str(options.device), 1) | device
     for name in PEERS:
         with contextlib.suppress(metadata.PackageNotFoundError):
             there["packages"][name] = metadata.version(name)
-    for part, measurement in missing:
+    for part, measurement in listed:
         left = end - time.monotonic()
+        rows = None
         if lacking := options.lacks(measurement.needs):
-            result = {"skipped": f"needs {' and '.join(lacking)}"}
+            why = f"skipped: needs {' and '.join(lacking)}"
         elif left < measurement.seconds:
             continue
         else:
-            result = measure(measurement, options, left)
-        results.add(measurement.name, result | {"part": part, "environment": there})
+            rows, why = run_apart(measurement.name, measurement.run, options, left)
+        results.add(measurement.name, Result(part, measurement.is_candidate, there, rows or [], why))
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -220,14 +152,14 @@ def main(args: Sequence[str] | None = None) -> None:
     listed = [(part, one) for part, one in listed if one.name in (given.only or names)]
     output = (given.output or Path("gpu-rehearsal" if given.rehearse else "gpu-results")).absolute()
     results = Results(output)
-    if missing := results.missing(listed):
-        measure_all(missing, Options(output, given.rehearse, given.smollm2), results, began + 60 * given.minutes)
-    missing = [measurement.name for _, measurement in results.missing(listed)]
-    print(f"{len(listed) - len(missing)} of {len(listed)} measured: {output / 'results.md'}")
+    if unmeasured := missing(listed, results):
+        measure_all(unmeasured, Options(output, given.rehearse, given.smollm2), results, began + 60 * given.minutes)
+    unmeasured = [measurement.name for _, measurement in missing(listed, results)]
+    print(f"{len(listed) - len(unmeasured)} of {len(listed)} measured: {output / 'results.md'}")
     if given.part == "decide":
-        print("\n".join(verdict({name: result for name, result in results.saved.items() if name in names})))
-    if missing:
-        print(f"without values: {', '.join(missing)}")
+        print(verdict(results.saved))
+    if unmeasured:
+        print(f"without values: {', '.join(unmeasured)}")
 
 
 if __name__ == "__main__":

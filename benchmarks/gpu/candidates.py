@@ -1,253 +1,173 @@
-"""What may make a GPU faster, and no GPU has shown yet: each candidate changes pspo from outside, for a `with` block.
+"""What may make a GPU faster, and no GPU has shown yet: each patch changes pspo from outside, for a `with` block.
 
 `python -m benchmarks.gpu --part decide` measures each beside pspo as it is. One that pays moves into `pspo`, by what it
 does here; the others go. They know the decoder layers of Qwen2 and Llama as transformers writes them.
 """
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 import pspo.model.logprobs
 import pspo.rollout.graphs
-from benchmarks.gpu.common import UNSHARED
+import pspo.update.learner
 from pspo.model.shared_prompts import CACHE_ARGUMENT, PassCache, body_states, to_model
 from pspo.rollout import Sampling
 from pspo.rollout.drawing import RACE_MISS
-from pspo.rollout.graphs import COLUMN_STEP, FixedLayer, GraphDecoder, round_rows
-
-Candidate = Callable[[PreTrainedModel], contextlib.AbstractContextManager]
+from pspo.rollout.graphs import COLUMN_STEP, FixedLayer, round_rows
 
 
-def compile_whole(function: Callable, **options: object) -> Callable:
+def compile_whole(function: Callable, dynamic: bool) -> Callable:
     """The function, compiled without a break; as it is on a simulated GPU, which no compiler knows."""
     if torch.cuda.is_available() and torch.version.cuda is None:
         return function
-    return torch.compile(function, fullgraph=True, options={"fallback_random": True}, **options)
-
-
-@contextlib.contextmanager
-def replaced(modules: dict[tuple[nn.Module, str], object]) -> Iterator[None]:
-    """Set attributes of modules."""
-    before = {(module, name): getattr(module, name) for module, name in modules}
-    for (module, name), value in modules.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for (module, name), value in before.items():
-            if name == "forward":
-                del module.forward  # the class has one
-            else:
-                setattr(module, name, value)
+    return torch.compile(function, fullgraph=True, dynamic=dynamic, options={"fallback_random": True})
 
 
 # ---------------------------------------------------------------- decoder layers, compiled one by one
 
 
-class WrittenCache:
-    """Cache of one decoding layer in a compiled pass: keys and values (n, heads, c, dim) are written at a column."""
-
-    def __init__(self, keys: Tensor, values: Tensor, column: Tensor):
-        self.keys = keys
-        self.values = values
-        self.column = column
-
-    def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self.column, keys.to(self.keys.dtype))
-        self.values.index_copy_(2, self.column, values.to(self.values.dtype))
-        return self.keys, self.values
-
-
-class GrownCache:
-    """Cache of one training layer in a compiled pass: keys and values (b, heads, t, dim), or None, grow."""
-
-    def __init__(self, keys: Tensor | None, values: Tensor | None):
-        self.keys = keys
-        self.values = values
-
-    def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=2)
-        self.values = values if self.values is None else torch.cat([self.values, values], dim=2)
-        return self.keys, self.values
-
-
-def decoding_pass(
-    layer: nn.Module, hidden: Tensor, mask: Tensor, angles: tuple[Tensor, Tensor], *buffers: Tensor
-) -> Tensor:
-    cache = {CACHE_ARGUMENT: WrittenCache(*buffers)}
-    return type(layer).forward(layer, hidden, attention_mask=mask, position_embeddings=angles, **cache)
-
-
-def training_pass(
-    layer: nn.Module,
-    hidden: Tensor,
-    mask: Tensor | None,
-    angles: tuple[Tensor, Tensor],
-    keys: Tensor | None,
-    values: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    cache = GrownCache(keys, values)
-    arguments = {"attention_mask": mask, "position_embeddings": angles, CACHE_ARGUMENT: cache}
-    return type(layer).forward(layer, hidden, **arguments), cache.keys, cache.values
-
-
-@contextlib.contextmanager
+@contextmanager
 def compiled_decoding(policy: PreTrainedModel) -> Iterator[None]:
     """Steps of "graphs" run one compiled layer, of fixed shapes, for all layers."""
-    compiled = compile_whole(decoding_pass, dynamic=False)
+    kind = type(policy.base_model.layers[0])
+    plain = kind.forward
 
-    def forward(layer: nn.Module, place: int, hidden: Tensor, **inputs: object) -> Tensor:
+    def run(layer: nn.Module, hidden: Tensor, mask: Tensor, angles: tuple[Tensor, Tensor], *buffers: Tensor) -> Tensor:
+        cache = {CACHE_ARGUMENT: FixedLayer(*buffers)}
+        return plain(layer, hidden, attention_mask=mask, position_embeddings=angles, **cache)
+
+    compiled = compile_whole(run, dynamic=False)
+
+    def forward(layer: nn.Module, hidden: Tensor, **inputs: object) -> Tensor:
         cache = inputs[CACHE_ARGUMENT]
-        buffers = None if cache is None else cache.layers[place]
+        buffers = None if cache is None else cache.layers[layer.self_attn.layer_idx]
         if not isinstance(buffers, FixedLayer):
-            return type(layer).forward(layer, hidden, **inputs)
+            return plain(layer, hidden, **inputs)
         angles = inputs["position_embeddings"]
         return compiled(layer, hidden, inputs["attention_mask"], angles, buffers.keys, buffers.values, buffers.column)
 
-    with plain_products(policy), replaced(forwards(policy, forward)):
+    with plain_products(policy), mock.patch.object(kind, "forward", forward):
         yield
 
 
-@contextlib.contextmanager
+@contextmanager
 def compiled_training(policy: PreTrainedModel) -> Iterator[None]:
     """Passes with and without gradient run one compiled layer, of any number of rows and columns, for all layers."""
-    compiled = compile_whole(training_pass)
+    kind = type(policy.base_model.layers[0])
+    plain = kind.forward
 
-    def forward(layer: nn.Module, place: int, hidden: Tensor, **inputs: object) -> Tensor:
+    def run(
+        layer: nn.Module,
+        hidden: Tensor,
+        mask: Tensor | None,
+        angles: tuple[Tensor, Tensor],
+        keys: Tensor | None,
+        values: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        below = cached_layer(keys, values)
+        hidden = plain(layer, hidden, attention_mask=mask, position_embeddings=angles, **{CACHE_ARGUMENT: below})
+        return hidden, below.keys, below.values
+
+    compiled = compile_whole(run, dynamic=True)
+
+    def forward(layer: nn.Module, hidden: Tensor, **inputs: object) -> Tensor:
         cache = inputs[CACHE_ARGUMENT]
         if cache is not None and type(cache) is not PassCache:
-            return type(layer).forward(layer, hidden, **inputs)
-        below = None
-        keys = None
-        values = None
-        if cache is not None:
-            below = copy.copy(cache.layers[place])
-            if cache.rows is not None:
-                below.batch_select_indices(cache.rows)
-            if below.is_initialized:
-                keys = below.keys
-                values = below.values
+            return plain(layer, hidden, **inputs)
+        place = layer.self_attn.layer_idx
+        below = DynamicLayer() if cache is None else copy.copy(cache.layers[place])
+        if cache is not None and cache.rows is not None:
+            below.batch_select_indices(cache.rows)
         mask = inputs["attention_mask"]
         angles = inputs["position_embeddings"]
-        for tensor, dims in ((hidden, (0, 1)), (mask, (0, 2, 3)), (keys, (0, 2)), (values, (0, 2))):
-            for dim in dims if tensor is not None else ():
-                torch._dynamo.maybe_mark_dynamic(tensor, dim)
-        for angle in angles:
-            torch._dynamo.maybe_mark_dynamic(angle, 1)
-        hidden, keys, values = compiled(layer, hidden, mask, angles, keys, values)
+        hidden, keys, values = compiled(layer, hidden, mask, angles, below.keys, below.values)
         if cache is not None and cache.filled[place] is None and not cache.last:
-            below.lazy_initialization(keys, values)
-            below.keys = keys
-            below.values = values
-            cache.filled[place] = below
+            cache.filled[place] = cached_layer(keys, values)
         return hidden
 
-    with plain_products(policy), replaced(forwards(policy, forward)):
+    with plain_products(policy), mock.patch.object(kind, "forward", forward):
         yield
 
 
-def forwards(policy: PreTrainedModel, forward: Callable) -> dict[tuple[nn.Module, str], object]:
-    return {(layer, "forward"): partial(forward, layer, i) for i, layer in enumerate(policy.base_model.layers)}
+def cached_layer(keys: Tensor | None, values: Tensor | None) -> DynamicLayer:
+    """The cache of a layer, with keys and values (b, heads, t, dim) or empty."""
+    layer = DynamicLayer()
+    if keys is not None:
+        layer.lazy_initialization(keys, values)
+        layer.keys = keys
+        layer.values = values
+    return layer
 
 
-@contextlib.contextmanager
+@contextmanager
 def plain_products(policy: PreTrainedModel) -> Iterator[None]:
     """On a CPU, take out the products by oneDNN, which make each layer's code another one."""
-    changed = {module: module.__dict__.pop("forward") for module in policy.modules() if "forward" in module.__dict__}
-    try:
+    with ExitStack() as stack:
+        for module in policy.modules():
+            if "forward" in vars(module):
+                stack.callback(setattr, module, "forward", vars(module).pop("forward"))
         yield
-    finally:
-        for module, forward in changed.items():
-            module.forward = forward
 
 
 # ---------------------------------------------------------------- products fused in the decoding weights
 
 
-class Fused:
-    """Layers with one input: their weights in autocast's dtype, one above the other, and outputs not yet asked for."""
+class FirstLinear(nn.Module):
+    """In place of the first of several layers with one input: it computes all, one above the other."""
 
-    def __init__(self, names: list[str]):
-        self.names = names
-        self.weight: Tensor | None = None  # (O1 + O2 + ..., I)
-        self.bias: Tensor | None = None
-        self.sizes: list[int] = []
-        self.outputs: list[Tensor] = []
-
-    def fuse(self, weights: dict[str, Tensor]) -> None:
-        """Make the decoding weights of these layers views of one tensor, if they are there."""
-        if f"{self.names[0]}.weight" not in weights:
-            self.weight = None
-            return
-        self.weight = self.join(weights, "weight")
-        self.bias = self.join(weights, "bias") if f"{self.names[0]}.bias" in weights else None
-
-    def join(self, weights: dict[str, Tensor], kind: str) -> Tensor:
-        parts = [weights[f"{name}.{kind}"] for name in self.names]
-        self.sizes = [len(part) for part in parts]
-        joined = parts[0]._base  # of an earlier block: captured graphs read it
-        if joined is None:
-            joined = torch.cat(parts)
-            for name, part in zip(self.names, joined.split(self.sizes), strict=True):
-                weights[f"{name}.{kind}"] = part
-        return joined
-
-
-class FirstLinear(nn.Linear):
-    """The first of fused layers; it computes all of them where its weight is the decoding one."""
-
-    def __init__(self, layer: nn.Linear, fused: Fused):
-        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
-        self.weight = layer.weight
-        self.bias = layer.bias
-        self.fused = fused
+    def __init__(self, layers: list[nn.Linear], others: list[Tensor]):
+        super().__init__()
+        self.sizes = [layer.out_features for layer in layers]
+        has_bias = layers[0].bias is not None
+        self.joined = nn.Linear(layers[0].in_features, sum(self.sizes), bias=has_bias, device="meta")
+        for name, _ in layers[0].named_parameters():
+            weights = torch.cat([getattr(layer, name).detach() for layer in layers])
+            setattr(self.joined, name, nn.Parameter(weights, requires_grad=False))
+        self.others = others
 
     def forward(self, x: Tensor) -> Tensor:
-        fused = self.fused
-        if fused.weight is None or self.weight.dtype != fused.weight.dtype:
-            return linear(x, self.weight, self.bias)
-        first, *fused.outputs = linear(x, fused.weight, fused.bias).split(fused.sizes, dim=-1)
+        first, *others = self.joined(x).split(self.sizes, dim=-1)
+        self.others.extend(others)
         return first
 
 
-class LaterLinear(FirstLinear):
-    """One of the others; it returns what the first has computed."""
+class LaterLinear(nn.Module):
+    """In place of one of the others: it returns what the first has computed."""
+
+    def __init__(self, others: list[Tensor]):
+        super().__init__()
+        self.others = others
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs = self.fused.outputs
-        return outputs.pop(0) if outputs else linear(x, self.weight, self.bias)
+        return self.others.pop(0)
 
 
-@contextlib.contextmanager
+@contextmanager
 def fused_products(policy: PreTrainedModel) -> Iterator[None]:
-    """Steps of "graphs" under autocast compute q, k and v in one product, and gate and up in one."""
-    places = {module: name for name, module in policy.named_modules()}
-    layers = {}
-    all_fused = []
-    for layer in policy.base_model.layers:
-        for parent, names in ((layer.self_attn, ("q_proj", "k_proj", "v_proj")), (layer.mlp, ("gate_proj", "up_proj"))):
-            fused = Fused([f"{places[parent]}.{name}" for name in names])
-            all_fused.append(fused)
-            for name, kind in zip(names, (FirstLinear, LaterLinear, LaterLinear), strict=False):
-                layers[parent, name] = kind(getattr(parent, name), fused)
-    original = GraphDecoder.cast_weights
-
-    def cast_weights(decoder: GraphDecoder, model: PreTrainedModel) -> None:
-        original(decoder, model)
-        for fused in all_fused:
-            fused.fuse(decoder.weights)
-
-    with replaced(layers), mock.patch.object(GraphDecoder, "cast_weights", cast_weights):
+    """q, k and v come of one product, and gate and up of one. Graphs must decode under autocast: they copy weights."""
+    with ExitStack() as stack:
+        for layer in policy.base_model.layers:
+            for parent, names in (
+                (layer.self_attn, ("q_proj", "k_proj", "v_proj")),
+                (layer.mlp, ("gate_proj", "up_proj")),
+            ):
+                layers = [getattr(parent, name) for name in names]
+                others: list[Tensor] = []
+                setattr(parent, names[0], FirstLinear(layers, others))
+                for name in names[1:]:
+                    setattr(parent, name, LaterLinear(others))
+                for name, linear in zip(names, layers, strict=True):
+                    stack.callback(setattr, parent, name, linear)
         yield
 
 
@@ -267,7 +187,7 @@ def race_in_one_pass(probs: Tensor, top_p: float) -> Tensor:
     return candidates.gather(1, first).squeeze(1)
 
 
-@contextlib.contextmanager
+@contextmanager
 def compiled_sampler(policy: PreTrainedModel) -> Iterator[None]:
     """Tokens of "graphs" are drawn by compiled code, at a temperature above 0."""
     race = compile_whole(lambda scores, top_p: race_in_one_pass(scores.softmax(dim=1), top_p), dynamic=False)
@@ -299,7 +219,7 @@ class Body(nn.Module):
         return self.body(**inputs, use_cache=False).last_hidden_state
 
 
-@contextlib.contextmanager
+@contextmanager
 def graphed_training(policy: PreTrainedModel) -> Iterator[None]:
     """A pass with gradient, each row with its prompt, is two CUDA graphs, of rows and columns rounded up."""
     graphs = TRAINING_GRAPHS.setdefault(policy, {})
@@ -309,42 +229,21 @@ def graphed_training(policy: PreTrainedModel) -> Iterator[None]:
     ) -> Tensor:
         if not torch.is_grad_enabled() or cache is not None:
             return body_states(model, ids, mask, positions, cache)
-        for (
-            parameter
-        ) in model.parameters():  # or its gradient would be the graph's own, which the next replay overwrites
-            if parameter.requires_grad and parameter.grad is None:
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:  # a graph's own would be overwritten by its replay
                 parameter.grad = torch.zeros_like(parameter)
         b, t = ids.shape
         places = torch.arange(round_rows(b)).clamp(max=b - 1)  # the last row again
-        columns = (0, -t % COLUMN_STEP)
-        inputs = to_model(model, *(pad(tensor[places], columns) for tensor in (ids, mask, positions)))
+        inputs = to_model(model, *(pad(tensor[places], (0, -t % COLUMN_STEP)) for tensor in (ids, mask, positions)))
         shape = tuple(inputs[0].shape)
         device = model.device.type
         is_cast = torch.is_autocast_enabled(device)
         with torch.autocast(device, torch.get_autocast_dtype(device), enabled=is_cast, cache_enabled=False):
             if shape not in graphs:
-                graphs[shape] = Body(model)
-                if device == "cuda":
-                    graphs[shape] = torch.cuda.make_graphed_callables(graphs[shape], inputs)
+                body = Body(model)
+                graphs[shape] = torch.cuda.make_graphed_callables(body, inputs) if device == "cuda" else body
             return graphs[shape](*inputs)[:b, :t]
 
-    with UNSHARED(), mock.patch.object(pspo.model.logprobs, "body_states", graphed_states):
-        yield
-
-
-DECODING: dict[str, list[Candidate]] = {
-    "layers": [compiled_decoding],
-    "fused": [fused_products],
-    "sampler": [compiled_sampler],
-    "layers+fused+sampler": [fused_products, compiled_decoding, compiled_sampler],
-}
-TRAINING: dict[str, list[Candidate]] = {"layers": [compiled_training], "graph": [graphed_training]}
-
-
-@contextlib.contextmanager
-def applied(candidates: list[Candidate], policy: PreTrainedModel) -> Iterator[None]:
-    """All of these candidates."""
-    with contextlib.ExitStack() as stack:
-        for candidate in candidates:
-            stack.enter_context(candidate(policy))
+    unshared = mock.patch.object(pspo.update.learner, "shares_prompts", return_value=False)
+    with unshared, mock.patch.object(pspo.model.logprobs, "body_states", graphed_states):
         yield

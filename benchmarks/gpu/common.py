@@ -4,16 +4,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-import pspo.update.learner
+from benchmarks.gpu.results import Rows
 from benchmarks.workloads import Shape, shape_config
 from pspo.config import ModelConfig
 from pspo.model import load_tokenizer
@@ -31,9 +29,6 @@ SHAPES = {  # of Qwen2.5 and SmolLM2, by their config.json
     "1.5B": Shape(1536, 8960, 28, 12, 2, 151936, True),
     "135M": Shape(576, 1536, 30, 9, 3, 49152, True, 64, qkv_bias=False),
 }
-
-Rows = list[dict[str, Any]]
-UNSHARED = partial(mock.patch.object, pspo.update.learner, "shares_prompts", return_value=False)  # a prompt per row
 
 
 @dataclass(frozen=True)
@@ -65,20 +60,14 @@ class Measurement:
     Attributes:
         seconds: that it may take on a GPU, by guess: not started with less time left.
         needs: a GPU, options or packages without which it is skipped; a rehearsal has tiny-base for the options.
+        is_candidate: it measures the gain of a change of pspo.
     """
 
     name: str
     run: Callable[[Options], Rows]
     seconds: int = 60
     needs: tuple[str, ...] = ()
-
-
-def row(what: str, value: float | bool, unit: str = "", least: float | None = None, most: float | None = None) -> dict:
-    """One value of a measurement; with a goal, whether it is met."""
-    sides = {"exactly": least} if least == most else {"at least": least, "at most": most}
-    goal = ", ".join(f"{side} {bound:g}" for side, bound in sides.items() if bound is not None)
-    met = (least is None or value >= least) and (most is None or value <= most)
-    return {"what": what, "value": value, "unit": unit, "goal": goal, "ok": met if goal else None}
+    is_candidate: bool = False
 
 
 def random_policy(shape: Shape, config: ModelConfig, device: torch.device) -> PreTrainedModel:

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.gpu.common import GROUP, Options, Rows, row
+from benchmarks.gpu.common import GROUP, Options
+from benchmarks.gpu.results import Rows, row
 from pspo.config import AlgorithmConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO, Counts
 from pspo.model import load_policy, load_tokenizer, locate, stop_token_ids, token_logprobs

@@ -2,15 +2,24 @@
 
 import os
 import statistics
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from transformers import PreTrainedModel
 
-from benchmarks.gpu.candidates import DECODING, TRAINING, applied
-from benchmarks.gpu.common import GPU, GROUP, Measurement, Options, Rows, now, random_policy, row, tiny_prompts
+from benchmarks.gpu.candidates import (
+    compiled_decoding,
+    compiled_sampler,
+    compiled_training,
+    fused_products,
+    graphed_training,
+)
+from benchmarks.gpu.common import GPU, GROUP, Measurement, Options, now, random_policy, tiny_prompts
 from benchmarks.gpu.measurements import COUNTED, Load, learner_of, machine, random_rollout, steps
+from benchmarks.gpu.results import Rows, row
 from benchmarks.vs_trl import run_pspo
 from benchmarks.workloads import Workload, model_folder
 from pspo.config import ModelConfig
@@ -21,6 +30,26 @@ from pspo.update import update
 
 GAIN = 1.2  # times as fast as now, from which a candidate moves into pspo
 TURNS = 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A change of pspo, and what measures its gain."""
+
+    name: str
+    patches: Sequence[Callable[[PreTrainedModel], AbstractContextManager]]
+    measure: Callable[[Options, Load, "Candidate"], Rows]  # `decode` or `train`
+
+    @contextmanager
+    def applied(self, policy: PreTrainedModel) -> Iterator[None]:
+        with ExitStack() as stack:
+            for patch in self.patches:
+                stack.enter_context(patch(policy))
+            yield
+
+    def at(self, load: Load, seconds: int) -> Measurement:
+        run = partial(self.measure, load=load, candidate=self)
+        return Measurement(f"{self.measure.__name__}-{load}-{self.name}", run, seconds, is_candidate=True)
 
 
 def in_turns(sides: dict[str, Callable[[], float]]) -> dict[str, float]:
@@ -38,14 +67,14 @@ def compared(before: float, after: float, unit: str) -> Rows:
     return [row("now", before, unit), row("with it", after, unit), row("gain", before / after, "x", least=GAIN)]
 
 
-def decoding(options: Options, load: Load, name: str) -> Rows:
+def decode(options: Options, load: Load, candidate: Candidate) -> Rows:
     """A decoding step now and with a candidate, prefill excluded, and what their log-probs are off the trainer's."""
     load = load.of(options)
     device = options.device
     policy = random_policy(options.shape(load.size), ModelConfig(), device)
     tokenizer, prompts = tiny_prompts(load.rows // GROUP)
     sampling = load.sampling(tokenizer.pad_token_id, "graphs")
-    candidates = {"now": [], "with it": DECODING[name]}
+    patched = {"now": nullcontext, "with it": candidate.applied}
     decoders: dict[str, GraphDecoder] = {}
     apart = {}
 
@@ -53,7 +82,7 @@ def decoding(options: Options, load: Load, name: str) -> Rows:
         if side in decoders:
             GRAPH_DECODERS[policy] = decoders[side]
         start = now(device)
-        with applied(candidates[side], policy), autocast("auto", device):
+        with patched[side](policy), autocast("auto", device):
             rollout = generate(policy, tokenizer, prompts, replace(sampling, **how), GROUP)
         seconds = now(device) - start
         decoders[side] = GRAPH_DECODERS.pop(policy)
@@ -64,8 +93,8 @@ def decoding(options: Options, load: Load, name: str) -> Rows:
         prefill, _ = draw(side, max_completion_tokens=1)
         return 1e3 * (whole - prefill) / (load.tokens - 1)
 
-    times = in_turns({side: partial(step, side) for side in candidates})
-    for side in candidates:
+    times = in_turns({side: partial(step, side) for side in patched})
+    for side in patched:
         _, rollout = draw(side, max_completion_tokens=min(8, load.tokens), logprobs=True)
         with torch.no_grad(), autocast("auto", device):
             expected = token_logprobs(policy, *rollout.token_ids, sampling.temperature).cpu()
@@ -78,7 +107,7 @@ def decoding(options: Options, load: Load, name: str) -> Rows:
     ]
 
 
-def training(options: Options, load: Load, name: str) -> Rows:
+def train(options: Options, load: Load, candidate: Candidate) -> Rows:
     """An optimizer step now and with a candidate, and how far the candidate's gradient norm is off."""
     shape = options.shape(load.size)
     config = load.config()
@@ -88,17 +117,17 @@ def training(options: Options, load: Load, name: str) -> Rows:
     learner = learner_of(policy, config)
     rollout, _ = random_rollout(shape, load)
     advantages = torch.randn(load.rows)
-    candidates = {"now": [], "with it": TRAINING[name]}
+    patched = {"now": nullcontext, "with it": candidate.applied}
     norms = {}
 
     def step(side: str) -> float:
         start = now(device)
-        with applied(candidates[side], policy):
+        with patched[side](policy):
             (metrics,) = update(learner, rollout, advantages, config)
         norms.setdefault(side, metrics["grad_norm"])  # of the first step: the weights move a little
         return now(device) - start
 
-    times = in_turns({side: partial(step, side) for side in candidates})
+    times = in_turns({side: partial(step, side) for side in patched})
     return [
         *compared(times["now"], times["with it"], "s"),
         row("gradient norm, over the one now", norms["with it"] / norms["now"], least=0.97, most=1.03),
@@ -167,28 +196,26 @@ def vllm_pushed(options: Options, load: Load) -> Rows:
 SMALL, LARGE, WIDE, WIDEST = (
     Load("0.5B", 128, 128), Load("1.5B", 128, 128), Load("0.5B", 512, 128), Load("0.5B", 1024, 128)
 )  # fmt: skip
-BOTH = "layers+fused+sampler"
-
-
-def decode_with(name: str, load: Load, seconds: int) -> Measurement:
-    return Measurement(f"decode-{load}-{name}", partial(decoding, load=load, name=name), seconds)
-
-
-def train_with(name: str, load: Load, seconds: int) -> Measurement:
-    return Measurement(f"train-{load}-{name}", partial(training, load=load, name=name), seconds)
-
+BOTH = Candidate("layers+fused+sampler", (fused_products, compiled_decoding, compiled_sampler), decode)
+DECODERS = [
+    Candidate("layers", (compiled_decoding,), decode),
+    Candidate("fused", (fused_products,), decode),
+    Candidate("sampler", (compiled_sampler,), decode),
+]
+LAYERS = Candidate("layers", (compiled_training,), train)
+GRAPH = Candidate("graph", (graphed_training,), train)
 
 DECIDE = [
     Measurement("decide-machine", machine, 20),
-    *(decode_with(name, SMALL, 70) for name in DECODING),
-    train_with("layers", SMALL, 100),
-    train_with("graph", SMALL, 60),
-    decode_with(BOTH, LARGE, 90),
-    train_with("layers", LARGE, 110),
-    train_with("graph", LARGE, 80),
-    *(decode_with(BOTH, load, 80) for load in (WIDE, WIDEST)),
+    *(candidate.at(SMALL, 70) for candidate in (*DECODERS, BOTH)),
+    LAYERS.at(SMALL, 100),
+    GRAPH.at(SMALL, 60),
+    BOTH.at(LARGE, 90),
+    LAYERS.at(LARGE, 110),
+    GRAPH.at(LARGE, 80),
+    *(BOTH.at(load, 80) for load in (WIDE, WIDEST)),
     *(Measurement(f"vllm-alone-{load}", partial(vllm_alone, load=load), 150, ("vllm", GPU)) for load in (SMALL, WIDE)),
     Measurement(f"trl-vllm-{SMALL}", partial(steps, load=SMALL, vllm=True), 200, ("trl", "vllm", GPU)),
     Measurement(f"pushed-{SMALL}", partial(vllm_pushed, load=SMALL), 150, ("vllm", GPU)),
-    *(decode_with(name, LARGE, 70) for name in DECODING if name != BOTH),
+    *(candidate.at(LARGE, 70) for candidate in DECODERS),
 ]

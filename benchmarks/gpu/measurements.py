@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.gpu.common import GROUP, PEAKS, Options, Rows, operations, random_policy, row, timed, tiny_prompts
+from benchmarks.gpu.common import GROUP, PEAKS, Options, operations, random_policy, timed, tiny_prompts
 from benchmarks.gpu.correctness import torchrun
+from benchmarks.gpu.results import Rows, row
 from benchmarks.vs_trl import run_pspo, run_trl
 from benchmarks.workloads import Shape, Workload, model_folder
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
