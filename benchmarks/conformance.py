@@ -22,13 +22,13 @@ import copy
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module, metadata, util
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -72,19 +72,14 @@ Loss = Callable[[Batch], Tensor]  # of a microbatch, its share of the minibatch'
 def make_batch() -> Batch:
     """new, old, ref and sampler log-probs (B, T) below 0, advantages (B, 1), mask (B, T), prompts and tokens."""
     generator = torch.Generator().manual_seed(1)
-
-    def noise(spread: float) -> Tensor:
-        return spread * torch.randn(ROWS, T, generator=generator)
-
     old = -0.02 - 3 * torch.rand(ROWS, T, generator=generator)
-    moved = {
-        name: (old + noise(spread)).clamp(max=-0.01) for name, spread in (("new", 0.4), ("ref", 0.7), ("sampler", 0.3))
-    }
-    advantages = torch.randn(ROWS, 1, generator=generator) + 0.5
-    advantages[3] = 0.0
+    batch = {"old": old, "mask": torch.arange(T) < LENGTHS, "row": torch.arange(ROWS)}
+    for name, spread in (("new", 0.4), ("ref", 0.7), ("sampler", 0.3)):
+        batch[name] = (old + spread * torch.randn(ROWS, T, generator=generator)).clamp(max=-0.01)
+    batch["advantages"] = torch.randn(ROWS, 1, generator=generator) + 0.5
+    batch["advantages"][3] = 0.0
     ids = torch.full((ROWS, T), 5)
-    tokens = {"prompt_ids": ids[:, :2], "prompt_mask": ids[:, :2] > 0, "completion_ids": ids, "row": torch.arange(ROWS)}
-    return {"old": old, **moved, "advantages": advantages, "mask": torch.arange(T) < LENGTHS, **tokens}
+    return batch | {"prompt_ids": ids[:, :2], "prompt_mask": ids[:, :2] > 0, "completion_ids": ids}
 
 
 def accumulate(loss: Loss, batch: Batch, bounds: Sequence[int] = BOUNDS) -> float:
@@ -137,23 +132,19 @@ class Ours:
         defaults = vars(Ours(self.surrogate, self.how))
         return as_text(repr(self.surrogate), {name: v for name, v in vars(self).items() if v != defaults[name]})
 
-    def terms(self) -> Iterator[L.Term]:
-        if self.mask_off_policy:
-            yield L.OffPolicyMask(self.mask_off_policy)
-        if self.correction != "none":
-            mode, floor = split_floor(self.correction)
-            yield L.SamplerCorrection(mode, CAP, floor)
-        if self.beta:
-            yield L.KLPenalty(self.beta, self.kl)
-        if self.entropy_coef:
-            yield L.EntropyBonus(self.entropy_coef)
-
     def __call__(self, b: Batch) -> Tensor:
         sampler = b["sampler"] if self.correction != "none" else None
         x = L.LossInputs(b["new"], b["old"], b["advantages"], b["mask"], b["entropies"], b["ref"], sampler)
         losses = self.surrogate(x.logprobs, x.old_logprobs, x.advantages, x.mask)
-        for term in self.terms():
-            losses = term(losses, x)
+        if self.mask_off_policy:
+            losses = L.OffPolicyMask(self.mask_off_policy)(losses, x)
+        if self.correction != "none":
+            mode, floor = split_floor(self.correction)
+            losses = L.SamplerCorrection(mode, CAP, floor)(losses, x)
+        if self.beta:
+            losses = L.KLPenalty(self.beta, self.kl)(losses, x)
+        if self.entropy_coef:
+            losses = L.EntropyBonus(self.entropy_coef)(losses, x)
         return self.scale * L.aggregate(losses, x.mask, self.how, COUNTS)
 
 
@@ -322,31 +313,20 @@ def verl_loss(here: Ours, name: str, scale: float = 1.0, how: str = "", kl: str 
 # ---------------------------------------------------------------- comparisons
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A loss of another trainer; nothing is made before it is measured."""
+class Peer(NamedTuple):
+    """A loss of another trainer."""
 
-    trainer: str
-    name: str
-    arguments: dict[str, Any]
-
-    def text(self, here: Ours) -> str:
-        if self.trainer == "TRL":
-            return as_text(f"TRL: {self.name}", self.arguments)
-        arguments = {"how": VERL_HOW[here.how]} | self.arguments
-        return as_text(f"verl: {self.name}, {arguments.pop('how')}", arguments)
-
-    def loss(self, here: Ours) -> Loss:
-        make = trl_loss if self.trainer == "TRL" else verl_loss
-        return make(here, self.name, **self.arguments)
+    text: str
+    loss: Callable[[Ours], Loss]  # makes it, when it is measured
 
 
 def trl(loss_type: str, **arguments: Any) -> Peer:
-    return Peer("TRL", loss_type, arguments)
+    return Peer(as_text(f"TRL: {loss_type}", arguments), partial(trl_loss, loss_type=loss_type, **arguments))
 
 
-def verl(name: str, **arguments: Any) -> Peer:
-    return Peer("verl", name, arguments)
+def verl(name: str, how: str = "", **arguments: Any) -> Peer:
+    text = as_text(f"verl: {name}, {how or '{how}'}", arguments)
+    return Peer(text, partial(verl_loss, name=name, how=how, **arguments))
 
 
 @dataclass(frozen=True)
@@ -427,8 +407,7 @@ SAME_AS_VERL = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Namesake:
+class Namesake(NamedTuple):
     """One name, with the same or the default numbers, and different mathematics."""
 
     name: str
@@ -636,7 +615,7 @@ def main() -> int:
     for pair in SAME_AS_TRL + SAME_AS_VERL:
         loss, gradient = pair.differences()
         worst = max(worst, gradient, 0.0 if pair.loss_differs else loss)
-        there = pair.there.text(pair.here)
+        there = pair.there.text.format(how=VERL_HOW[pair.here.how])
         shown = pair.loss_differs or f"{loss:.1e}"
         print(f"| `{pair.here}` | `{pair.here.how}` | {there} | {shown} | {gradient:.1e} |")
     print("\n| advantage scale | difference |\n|---|---|")
