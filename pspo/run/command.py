@@ -193,16 +193,14 @@ def compute_in_order(resources: contextlib.ExitStack, device: torch.device) -> N
     resources.callback(random.setstate, random.getstate())
     resources.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (users' code may draw from it)
     resources.callback(set_torch_states, torch_states(device), device)  # fork_rng would put them back when collected
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    resources.callback(torch.use_deterministic_algorithms, was_deterministic, warn_only=warns)
+    resources.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
     fills = torch.utils.deterministic.fill_uninitialized_memory
     resources.callback(setattr, torch.utils.deterministic, "fill_uninitialized_memory", fills)
     resources.callback(torch.set_num_threads, torch.get_num_threads())
     for name in VARIABLES.keys() - os.environ.keys():
         resources.callback(os.environ.pop, name, None)
     if device.type == "cpu":
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 

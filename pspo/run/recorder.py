@@ -59,26 +59,27 @@ class Rows(NamedTuple):
     logged: list[dict[str, Any]]  # by functions
 
 
+@dataclass
 class Recorder:
-    """Counts and records; ``failures`` holds the first of each reward that failed in this process, in one line."""
+    """Counts what a run uses, and writes and shows its rollouts."""
 
-    def __init__(
-        self, config: TrainConfig, learner: Learner, tokenizer: PreTrainedTokenizerBase, prompts: Prompts, output: Path
-    ) -> None:
-        self.config = config
-        self.learner = learner
-        self.tokenizer = tokenizer
-        self.prompts = prompts
-        self.output = output
-        self.began = time.perf_counter()
-        self.tokens = 0  # prompts' and completions', of the rollouts that were trained on
-        self.skipped = 0  # optimizer steps in a row, up to now
-        self.rollout = OpenRollout()
-        self.failures: dict[str, str] = {}
-        if config.run.record_tokens > 0:
-            groups = config.rollout.prompts // dist.world_size()
-            left = max(config.run.record_tokens - groups * dist.rank(), 0)  # after those of the ranks before
-            learner.record = TokenRecord(min(left, groups) * config.rollout.group_size)
+    config: TrainConfig
+    learner: Learner
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Prompts  # of training
+    output: Path
+    began: float = field(default_factory=time.perf_counter)
+    tokens: int = 0  # prompts' and completions', of the rollouts that were trained on
+    skipped: int = 0  # optimizer steps in a row, up to now
+    rollout: OpenRollout = field(default_factory=OpenRollout)
+    failures: dict[str, str] = field(default_factory=dict)  # of each reward that failed in this process, the first line
+
+    def __post_init__(self) -> None:
+        n = self.config.run.record_tokens
+        if n > 0:
+            groups = self.config.rollout.prompts // dist.world_size()
+            left = max(n - groups * dist.rank(), 0)  # after those of the ranks before
+            self.learner.record = TokenRecord(min(left, groups) * self.config.rollout.group_size)
 
     def start(self, settings: Settings) -> Bar:
         """Begin to track, and to show progress in the bar that is returned."""
