@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -219,13 +218,18 @@ def sum_gradients(model: nn.Module) -> None:
         handle.wait()
 
 
+def shard_like(parameter: Tensor, values: Tensor) -> Tensor:
+    """Rank 0's values, spread over the ranks as the parameter is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
 def set_parameter(parameter: Tensor, values: Tensor) -> None:
     """Set a parameter, sharded or not, to rank 0's values on every rank."""
     values = values.to(parameter.device)
     if hasattr(parameter, "placements"):
-        from torch.distributed.tensor import distribute_tensor
-
-        values = distribute_tensor(values, parameter.device_mesh, parameter.placements)
+        values = shard_like(parameter, values)
     elif world_size() > 1:
         torch_dist.broadcast(values, src=0)
     parameter.copy_(values)
@@ -246,40 +250,21 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
     return get_model_state_dict(model, options=options)
 
 
-def save_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write every rank's shards as safetensors files; raises the error of the first rank that cannot."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    try:
-        checkpoint.save(trained_state(model, optimizer), storage_writer=writer)
-    except checkpoint.CheckpointException as error:  # which is no Exception
-        reason, _ = next(iter(error.failures.values()))
-        raise reason from None
-
-
-def load_shards(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read what `save_shards` wrote, on any number of ranks."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    reader = HuggingFaceStorageReader(str(folder))
-    if any(name.startswith("optimizer.") for name in reader.read_metadata().state_dict_metadata):
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        optimizer.step()  # makes the state's tensors; they and the weights are read next
-        optimizer.zero_grad()
-    with torch.no_grad():
-        checkpoint.load(trained_state(model, optimizer), storage_reader=reader)
-
-
-def trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """This rank's shards of the trained weights and of the optimizer's state, by name."""
-    state = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            state[f"model.{name}"] = parameter
-            for key, value in optimizer.state.get(parameter, {}).items():
-                state[f"optimizer.{name}.{key}"] = value
+def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of a sharded model's optimizer, with whole tensors on rank 0's CPU."""
+    state = optimizer.state_dict()
+    for number, values in state["state"].items():
+        whole = {name: full_tensor(value).cpu() for name, value in values.items()}
+        state["state"][number] = whole if is_main() else {}
     return state
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load an optimizer's state, of a sharded model what `full_optimizer_state` has gathered."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, values in state.get("state", {}).items():
+        parameter = parameters[number]
+        for name, value in values.items():
+            if hasattr(parameter, "placements") and value.shape == parameter.shape:
+                values[name] = shard_like(parameter, value)
+    optimizer.load_state_dict(state)

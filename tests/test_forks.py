@@ -240,9 +240,6 @@ def test_a_fork_begins_with_a_rollout_of_its_own_and_its_own_limit_of_memory(her
 def test_what_cannot_be_forked_is_refused(cut_off, capfd):
     lora = ("--model.lora.rank=2", "--run.max_steps=2", "--run.validate_every=0")
     assert train("adapters", *lora) == 0
-    shutil.copytree("out", "sharded")
-    for checkpoint in checkpoints(Path("sharded")):
-        (checkpoint / "shards").mkdir()
     shutil.copytree("out", "kept")
     misfit = "are not of this model: fork under its model"
     for said, *words in (
@@ -250,7 +247,6 @@ def test_what_cannot_be_forked_is_refused(cut_off, capfd):
         ("best is neither", "--run.fork_from=out/best"),
         (misfit, "--run.fork_from=out", "--model.name_or_path=tiny-math"),
         (misfit, *lora, "--run.fork_from=adapters", "--model.lora.rank=4"),
-        (misfit, "--run.fork_from=sharded"),
         ("have --model.lora.alpha 32: fork with the same", *lora, "--run.fork_from=adapters",
          "--model.lora.alpha=64"),
         ("step-000004 has taken 4 steps: raise --run.max_steps", CONSTANT, "--run.fork_from=out", "--run.max_steps=4"),

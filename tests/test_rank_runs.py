@@ -100,9 +100,9 @@ ENDS = [  # of a rank, with the run's further switches, and what it is about to 
     ("ddp", (), 1, "update", KILL),
     ("ddp", STALE, 1, "update", STOP),
     ("fsdp2", ADAPTERS, 1, "update", KILL),
-    ("fsdp2", (), 0, "save_snapshot", partial(kill_at_file_event, 3)),  # while the shards are written
-    ("fsdp2", (), 0, "save_snapshot", partial(kill_at_file_event, 12)),  # after
-    ("fsdp2", (), 1, "save_snapshot", partial(kill_at_file_event, 3)),
+    ("fsdp2", (), 0, "save_snapshot", partial(kill_at_file_event, 3)),
+    ("fsdp2", (), 0, "save_snapshot", partial(kill_at_file_event, 12)),
+    ("fsdp2", (), 1, "save_snapshot", KILL),
 ]
 
 

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form, or LoRA's adapters in PEFT's;
 ``parts.pt``, {name: part.state_dict()}, and by "ranks" a list of the same of parts whose state differs by rank;
-``config.yaml``; and ``manifest.json``. Under fsdp2 ``shards/`` replaces weights and moments: every rank writes its own.
+``config.yaml``; and ``manifest.json``. It is the same under every strategy: shards of fsdp2 are gathered.
 """
 
 import shutil
@@ -17,11 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo import files
 from pspo.cli.settings import Settings, differences, read_config
-from pspo.config import TrainConfig
+from pspo.config import ModelConfig, TrainConfig
 from pspo.errors import RunFailed
-from pspo.model import fill_adapters, has_adapters, load_policy
+from pspo.model import fill_adapters, has_adapters, load_model_config
 from pspo.model.find import read_adapter_config
-from pspo.model.load import write_model
+from pspo.model.load import read_policy, write_model
 from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
 from pspo.tasks.files import plain
@@ -59,17 +59,13 @@ class Checkpointer:
         states = dict(self.snapshot)
         by_rank = [name for name, part in self.parts.items() if getattr(part, "per_rank", False)]
         states["ranks"] = dist.gather_on_main([{name: states.pop(name) for name in by_rank}])
-        shards = folder.with_name(f".{folder.name}-shards.new")  # of every rank; rank 0 moves them in
-        if dist.is_sharded(policy):
-            with files.write_errors(folder):
-                dist.save_shards(shards, policy, self.learner.optimizer)
+        weights = dist.full_state_dict(policy)
+        if weights is not None:  # gathered from shards, as the moments are
+            states["learner"] = states["learner"] | {"optimizer": dist.full_optimizer_state(self.learner.optimizer)}
 
         def write() -> None:
             with files.whole_folder(folder) as temporary:
-                if dist.is_sharded(policy):
-                    shards.rename(temporary / "shards")
-                else:
-                    write_model(policy, self.recorder.tokenizer, temporary)
+                write_model(policy, self.recorder.tokenizer, temporary, weights)
                 torch.save(states, temporary / "parts.pt")
                 load_states(temporary, mmap=True)  # raises for a state of a user's that could not be loaded
                 shutil.copyfile(self.output / "config.yaml", temporary / "config.yaml")
@@ -158,7 +154,7 @@ class Checkpointer:
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint's weights, and return its states; of another number of ranks without those of each rank."""
-        self.load_weights(folder)
+        load_weights(self.learner.policy, self.config.model, folder)
         states = load_states(folder)
         ranks = states.pop("ranks")
         if len(ranks) == dist.world_size():
@@ -168,32 +164,30 @@ class Checkpointer:
             self.parts["generators"].seed(self.config.run.seed, states["learner"]["steps"])
         return states
 
-    def load_weights(self, folder: Path) -> None:
-        """Load a checkpoint's shards, adapters or whole weights; ValueError if they are not of this model."""
-        policy = self.learner.policy
-        fix = "fork under its model, --model.lora and --distributed.strategy; or train from it, named as a model"
-        misfit = ValueError(f"the weights of {folder} are not of this model: {fix}")
-        is_sharded = dist.is_sharded(policy)
-        is_adapted = has_adapters(policy) and not is_sharded
-        if ((folder / "shards").exists(), (folder / "adapter_config.json").exists()) != (is_sharded, is_adapted):
+
+@torch.no_grad()
+def load_weights(policy: PreTrainedModel, config: ModelConfig, folder: Path) -> None:
+    """Load a folder's adapters or whole weights into the policy; ValueError if they are not of this model."""
+    fix = "fork under its model and --model.lora; or train from it, named as a model"
+    misfit = ValueError(f"the weights of {folder} are not of this model: {fix}")
+    if (folder / "adapter_config.json").exists() != has_adapters(policy):
+        raise misfit
+    if has_adapters(policy):
+        base = policy.peft_config["default"].base_model_name_or_path
+        if Path(read_adapter_config(folder)["base_model_name_or_path"]).resolve() != Path(base).resolve():
             raise misfit
-        if is_sharded:
-            dist.load_shards(folder / "shards", policy, self.learner.optimizer)
-        elif is_adapted:
-            base = policy.peft_config["default"].base_model_name_or_path
-            if Path(read_adapter_config(folder)["base_model_name_or_path"]).resolve() != Path(base).resolve():
-                raise misfit
-            try:
-                fill_adapters(policy, str(folder))
-            except ValueError as error:
-                raise misfit from error
-        else:
-            model = replace(self.config.model, name_or_path=str(folder), revision=None)
-            weights = load_policy(model, policy.device).state_dict()
-            shapes = [{name: w.shape for name, w in part.items()} for part in (weights, policy.state_dict())]
-            if shapes[0] != shapes[1]:
-                raise misfit
-            policy.load_state_dict(weights)  # into the same memory: other alignment, other sums
+        try:
+            fill_adapters(policy, str(folder))
+        except ValueError as error:
+            raise misfit from error
+    else:
+        saved = replace(config, name_or_path=str(folder), revision=None)
+        weights = read_policy(saved, load_model_config(saved), policy.dtype).state_dict()
+        present = policy.state_dict()
+        if {name: values.shape for name, values in weights.items()} != {name: p.shape for name, p in present.items()}:
+            raise misfit
+        for name, parameter in present.items():  # into the same memory: other alignment, other sums
+            dist.set_parameter(parameter, weights[name])
 
 
 def load_states(folder: Path, mmap: bool = False) -> dict[str, Any]:

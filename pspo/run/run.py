@@ -149,7 +149,7 @@ class Run:
     def finish(self) -> dict[str, Any]:
         """Save the final model, test it and the best one by validation (step 0's included), and return the summary."""
         self.recorder.bar.close()
-        self.checkpointer.snapshot = {}  # this step is saved, and the best model's test may change the policy
+        self.checkpointer.snapshot = {}  # this step is saved; for its test the best model takes the policy's place
         summary = self.validator.finish() | {
             "output_dir": str(self.output),
             "tokens": self.recorder.tokens,

@@ -12,9 +12,8 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import Evaluation, evaluate
 from pspo.files import to_jsonl, write_errors, write_text
-from pspo.model import fill_adapters, has_adapters, load_policy
 from pspo.rollout import How, Prompts, Sampler
-from pspo.run.checkpointer import save_model
+from pspo.run.checkpointer import load_weights, save_model
 from pspo.run.recorder import Recorder
 from pspo.terminal import print_timed
 
@@ -114,7 +113,8 @@ class Validator:
             final = after = self.test(policy, "after")
         else:
             final = self.test(policy, "final")
-            after = self.test(self.load_best(), "after")
+            load_weights(policy, self.config.model, self.output / "best")
+            after = self.test(policy, "after")
         return {
             "before": self.before,
             "after": after,
@@ -123,15 +123,6 @@ class Validator:
             "best_model": str(self.output / ("best" if self.validations["best"] else "final")),
             "best_step": best_step,
         }
-
-    def load_best(self) -> transformers.PreTrainedModel:
-        """The best model by validation, in the policy's place if that has adapters."""
-        policy = self.learner.policy
-        folder = str(self.output / "best")
-        if has_adapters(policy):
-            fill_adapters(policy, folder)
-            return policy
-        return load_policy(replace(self.config.model, name_or_path=folder), policy.device, self.config.distributed)
 
     def state_dict(self) -> dict[str, Any]:
         return {"fingerprint": self.fingerprint, "before": self.before, "validations": dict(self.validations)}

@@ -102,7 +102,7 @@ class Learner:
             self.set_reference(state["reference"])
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         if state["optimizer"] is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+            dist.load_optimizer_state(self.optimizer, state["optimizer"])
         for group, made in zip(self.optimizer.param_groups, options, strict=True):
             group.update(made | {"lr": self.optimizer.defaults["lr"]})
         if self.scheduler is not None:
