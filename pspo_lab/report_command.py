@@ -39,7 +39,7 @@ def split_tasks(runs: Runs) -> dict[str, Runs]:
     for run in runs.labels:
         parts.setdefault((run.switches[MODEL], run.switches[DATA]), []).append(run)
     tasks = {f"{model} on {data}": runs.compared(parts[model, data], {model}) for model, data in sorted(parts)}
-    if others := {test.model for test in runs.tests} - {model for model, _ in parts}:
+    if others := {test.model for test in runs.untrained} - {model for model, _ in parts}:
         tasks["Other evaluations"] = runs.compared([], others)
     return tasks
 

@@ -37,6 +37,7 @@ class LabRun:
     metrics: pd.DataFrame  # step and the metrics, one row per rollout; NaN where one is missing or not finite
     summary: dict[str, Any]  # empty while the run is not finished
     experiments: list[str]  # folders of the experiments that it and its duplicates belong to
+    tests: list["TestResult"]
 
     @property
     def name(self) -> str:
@@ -75,23 +76,23 @@ class TestResult:
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs, and the tests of their models."""
+    """Runs, and the tests of models that no run trained."""
 
     labels: dict[LabRun, str]  # by run the name of its setting, among those it is compared with
-    tests: list[TestResult]
+    untrained: list[TestResult]
 
     def take(self, runs: Iterable[LabRun]) -> "Runs":
-        """These runs, in this order, with their tests and those of models that no run trained."""
-        place: dict[LabRun | None, int] = {run: i for i, run in enumerate(runs)}
-        labels = {run: self.labels[run] for run in place}
-        place[None] = len(place)
-        tests = [test for test in self.tests if test.run in place]
-        return Runs(labels, sorted(tests, key=lambda test: place[test.run]))
+        """These runs, in this order."""
+        return Runs({run: self.labels[run] for run in runs}, self.untrained)
 
     def compared(self, runs: Iterable[LabRun], models: Container[str]) -> "Runs":
         """These runs, named by what tells them apart, and the tests of these models."""
-        part = self.take(runs)
-        return Runs(make_labels(part.configs), [test for test in part.tests if test.model in models])
+        untrained = [test for test in self.untrained if test.model in models]
+        return Runs(make_labels({run: run.switches for run in runs}), untrained)
+
+    @property
+    def tests(self) -> list[TestResult]:
+        return [test for run in self.labels for test in run.tests] + self.untrained
 
     @property
     def configs(self) -> Configs:
@@ -138,22 +139,23 @@ def read_runs(roots: Sequence[Path]) -> Runs:
         if not any(root.rglob("metrics.jsonl")) and not any(root.rglob("results.json")):
             warn(f"{root}: {'no run and no evaluation in it' if root.exists() else 'there is no such folder'}")
     runs: dict[Path, LabRun] = {}
-    tests: list[TestResult] = []
+    untrained: list[TestResult] = []
     for folder in folders_with("metrics.jsonl", roots):
         with skip_unreadable(folder):
             summary = read_json(folder / "summary.json") if (folder / "summary.json").exists() else {}
-            run = LabRun(folder, read_switches(folder), read_metrics(folder), summary, [str(folder.parent.parent)])
-            tests += summary_tests(run)
+            run = LabRun(folder, read_switches(folder), read_metrics(folder), summary, [str(folder.parent.parent)], [])
+            run.tests.extend(summary_tests(run))
             runs[folder] = run
     for folder in folders_with("results.json", roots):
         with skip_unreadable(folder):
-            tests += evaluation_tests(folder, runs)
-    if not runs and not tests:
+            for test in evaluation_tests(folder, runs):
+                (untrained if test.run is None else test.run.tests).append(test)
+    if not runs and not untrained:
         raise ValueError("no run and no evaluation in " + ", ".join(map(str, roots)))
-    return sort_runs(list(runs.values()), tests)
+    return sort_runs(list(runs.values()), untrained)
 
 
-def sort_runs(runs: list[LabRun], tests: list[TestResult]) -> Runs:
+def sort_runs(runs: list[LabRun], untrained: list[TestResult]) -> Runs:
     """Sort by setting and seed, each once: of two runs the finished one."""
     labels = make_labels({run: run.switches for run in runs})
     number = {setting: i for i, setting in enumerate(dict.fromkeys(run.setting for run in runs))}
@@ -163,7 +165,7 @@ def sort_runs(runs: list[LabRun], tests: list[TestResult]) -> Runs:
         if other is not run:
             warn(f"{run.name}: the same setting and seed as {other.name}, whatever code it ran; left out")
             other.experiments.extend(run.experiments)
-    return Runs(labels, tests).take(first.values())
+    return Runs(labels, untrained).take(first.values())
 
 
 def read_metrics(folder: Path) -> pd.DataFrame:

@@ -69,17 +69,18 @@ class JobRunner:
         gpus = await self.idle.get()
         job.folder.parent.mkdir(parents=True, exist_ok=True)
         failure.unlink(missing_ok=True)
-        while not job.finished and job.folder not in self.failed:
-            await self.run_next_command(job, gpus)
+        for command, product in commands(job):
+            await self.run_command(job, command, product, gpus)
+            if job.folder in self.failed:
+                break
         self.idle.put_nowait(gpus)
         tqdm.write(f"{job.folder}: {self.failed.get(job.folder, 'finished')}")
         if job.finished and job.stage != "full":  # a search needs no weights
             for name in WEIGHTS:
                 shutil.rmtree(job.folder / name, ignore_errors=True)
 
-    async def run_next_command(self, job: Job, gpus: str | None) -> None:
-        """Train, or evaluate once; a command that leaves no result fails the job."""
-        command, product = next_command(job)
+    async def run_command(self, job: Job, command: list[str], product: Path, gpus: str | None) -> None:
+        """Run a command of a job, which fails if it leaves no result."""
         log_file = job.folder.with_suffix(".log")
         with log_file.open("ab") as log:
             start = log.tell()
@@ -121,22 +122,23 @@ class JobRunner:
                 await process.wait()
 
 
-def next_command(job: Job) -> tuple[list[str], Path]:
-    """The next command of a job, and the file that it writes last."""
+def commands(job: Job) -> Iterator[tuple[list[str], Path]]:
+    """The commands that a job still takes, one after the other, and the file that each writes last."""
     if not job.trained:
         config = job.folder.with_suffix(".yaml")
         write_text(config, to_yaml(job.config))
-        return ["pspo.train", "--config", str(config)], job.folder / "summary.json"
-    folder = next(job.folder / name for name in job.evaluate if not (job.folder / name / "results.json").exists())
-    switches = dict(job.evaluate[folder.name])
-    if job.stage == "untrained":
-        values = flat(job.config)
-        switches |= {name: values[name] for name in MODEL}
-    else:
-        best = Path(read_json(job.folder / "summary.json")["best_model"]).name
-        switches["model.name_or_path"] = str(job.folder / best)  # the sweep may have been moved
-    switches["run.output_dir"] = str(folder)
-    return ["pspo.evaluate", *switch_words(switches)], folder / "results.json"
+        yield ["pspo.train", "--config", str(config)], job.folder / "summary.json"
+    for name, switches in job.evaluate.items():
+        product = job.folder / name / "results.json"
+        if product.exists():
+            continue
+        if job.stage == "untrained":
+            values = flat(job.config)
+            model = {switch: values[switch] for switch in MODEL}
+        else:
+            best = Path(read_json(job.folder / "summary.json")["best_model"]).name
+            model = {"model.name_or_path": str(job.folder / best)}  # the sweep may have been moved
+        yield ["pspo.evaluate", *switch_words(switches | model | {"run.output_dir": str(product.parent)})], product
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -182,10 +184,8 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
     for name in dict.fromkeys(method.experiment for method in plan):
         found = Estimate(0.0, sd**2, 0.0, len(sweep.experiments[name].seeds), 1)
         if found.n_seeds > 1:
-            detected = (
-                f"{found.n_seeds} seeds detect {column.amount(found.detects())} between two settings at 80% power"
-            )
-            yield f"{name}: {detected}; 1, 2, 5 points take {found.seeds_text()} seeds."
+            detected = f"{found.n_seeds} seeds detect {column.amount(found.detects())} between two settings"
+            yield f"{name}: {detected} at 80% power; 1, 2, 5 points take {found.seeds_text()} seeds."
 
 
 def describe_time(pilot: Runs, jobs: Sequence[Job]) -> str:

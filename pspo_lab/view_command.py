@@ -57,57 +57,6 @@ MOST_CHANGES = 200  # test problems that came out differently
 Record = dict[str, Any]
 
 
-def view(*runs: str | Path, surrogates: Sequence[str] = (), height: int = 900) -> Any:
-    """The page of some runs in a frame of a notebook; ``surrogates`` as those of the command."""
-    from IPython.display import IFrame
-
-    page = html.escape(make_page(run_folders(runs), surrogates))
-    return IFrame("about:blank", "100%", height, [f'srcdoc="{page}"'])
-
-
-def make_page(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
-    """The HTML of runs, or folders that hold some; ValueError if there is none, or a surrogate cannot be made."""
-    files = {"css": "page.css", "js": "page.js", "uplot_js": "uplot.js"}
-    assets = {name: Markup((FOLDER / file).read_text(encoding="utf-8")) for name, file in files.items()}
-    template = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html.j2")
-    compared = {text: parse_surrogate(text) for text in surrogates}
-    compared = compared or {name: surrogate() for name, surrogate in class_names(Surrogate).items()}
-    runs = read_runs(roots)
-    if not runs.labels:
-        raise ValueError(f"no run is in {', '.join(map(str, roots))}")
-    content = json.dumps(plain(page_data(runs, compared))).encode()  # ASCII: lone surrogates are escaped
-    data = base64.b64encode(gzip.compress(content, mtime=0)).decode()  # in which no text can end the element
-    return template.render(title=", ".join(root.resolve().name for root in roots), data=data, **assets)
-
-
-def parse_surrogate(text: str) -> Surrogate:
-    """A surrogate from ``PSPO``, ``Clip(epsilon=0.1)`` or ``my_loss.SoftClip(width=2)``; ValueError if it is none."""
-    match = re.fullmatch(r"([\w.]+)(?:\((.*)\))?", text)
-    if match is None:
-        raise ValueError(f"--surrogates {text}: write Name or 'Name(parameter=1.0)'")
-    arguments = [part.strip() for part in (match[2] or "").split(",") if part.strip()]
-    words = [f"--algorithm.surrogate={match[1]}", *(f"--algorithm.surrogate.{part}" for part in arguments)]
-    return make_config(TrainConfig, "pspo view", words, {})[0].algorithm.surrogate
-
-
-def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("pspo view", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders above them")
-    parser.add_argument("--output", type=Path, help="the file (default: view.html in the first folder with a run)")
-    parser.add_argument("--surrogates", nargs="+", default=[], metavar="SURROGATE", help="compare tokens under these")
-    options = parser.parse_args(args)
-    with user_errors("pspo view"):
-        runs = run_folders(options.runs)
-        folders = [root for root in runs if any(root.rglob("metrics.jsonl"))] or runs  # a data folder gets no page
-        output = local_path(options.output or folders[0] / "view.html")
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_text(output, make_page(runs, options.surrogates))
-    print(f"{output}  ({output.stat().st_size / 1e6:.1f} MB)")
-
-
-# Contents
-
-
 def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
     """Everything on the page; ``surrogates`` by the name they are shown by, each run's is added."""
     names = short_names(runs.configs)
@@ -180,7 +129,6 @@ def describe_run(run: LabRun, label: str, varied: dict[str, str]) -> Record:
         "name": f"{label}, seed {run.seed}",
         "label": label,
         "seed": run.seed,
-        "method": method,
         "about": " · ".join(about),
         "curve": surrogate_curve(make_surrogate(switches)),
         "best_step": read_json(best)["step"] if best.is_file() else summary.get("best_step"),
@@ -191,15 +139,16 @@ def describe_run(run: LabRun, label: str, varied: dict[str, str]) -> Record:
 
 def changed_tests(folder: Path) -> Record:
     """Test problems whose completion changed its reward in training, how many, and the first: the worst."""
-    changes = []
-    for old, new in zip(*(read_jsonl(folder / f"test-{when}.jsonl") for when in ("before", "after")), strict=False):
-        if None not in (old["reward"], new["reward"]) and old["reward"] != new["reward"]:
-            sides = (("before", old), ("after", new))
-            shown = {when: {"text": one["completion"], "value": float(one["reward"])} for when, one in sides}
-            changes.append({"prompt": prompt_text(old["prompt"]), "gold": old["gold"], **shown})
-    changes.sort(key=lambda change: change["after"]["value"] - change["before"]["value"])
-    worse = sum(change["after"]["value"] < change["before"]["value"] for change in changes)
-    return {"worse": worse, "better": len(changes) - worse, "shown": changes[:MOST_CHANGES]}
+    tests = (read_jsonl(folder / f"test-{when}.jsonl") for when in ("before", "after"))
+    pairs = [(old, new) for old, new in zip(*tests, strict=False) if None not in (old["reward"], new["reward"])]
+    changed = [(old, new) for old, new in pairs if old["reward"] != new["reward"]]
+    changed.sort(key=lambda pair: pair[1]["reward"] - pair[0]["reward"])
+    shown = []
+    for old, new in changed[:MOST_CHANGES]:
+        before, after = ({"text": one["completion"], "value": float(one["reward"])} for one in (old, new))
+        shown.append({"prompt": prompt_text(old["prompt"]), "gold": old["gold"], "before": before, "after": after})
+    worse = sum(new["reward"] < old["reward"] for old, new in changed)
+    return {"worse": worse, "better": len(changed) - worse, "shown": shown}
 
 
 def prompt_text(prompt: str | Messages) -> str:
@@ -310,3 +259,51 @@ def surrogate_curve(surrogate: Surrogate | None) -> Record | None:
     if above is None or below is None:
         return None
     return {"ratio": encode_floats(RATIOS), "above": encode_floats(above), "below": encode_floats(below)}
+
+
+def parse_surrogate(text: str) -> Surrogate:
+    """A surrogate from ``PSPO``, ``Clip(epsilon=0.1)`` or ``my_loss.SoftClip(width=2)``; ValueError if it is none."""
+    match = re.fullmatch(r"([\w.]+)(?:\((.*)\))?", text)
+    if match is None:
+        raise ValueError(f"--surrogates {text}: write Name or 'Name(parameter=1.0)'")
+    arguments = [part.strip() for part in (match[2] or "").split(",") if part.strip()]
+    words = [f"--algorithm.surrogate={match[1]}", *(f"--algorithm.surrogate.{part}" for part in arguments)]
+    return make_config(TrainConfig, "pspo view", words, {})[0].algorithm.surrogate
+
+
+def make_page(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
+    """The HTML of runs, or folders that hold some; ValueError if there is none, or a surrogate cannot be made."""
+    files = {"css": "page.css", "js": "page.js", "uplot_js": "uplot.js"}
+    assets = {name: Markup((FOLDER / file).read_text(encoding="utf-8")) for name, file in files.items()}
+    template = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html.j2")
+    compared = {text: parse_surrogate(text) for text in surrogates}
+    compared = compared or {name: surrogate() for name, surrogate in class_names(Surrogate).items()}
+    runs = read_runs(roots)
+    if not runs.labels:
+        raise ValueError(f"no run is in {', '.join(map(str, roots))}")
+    content = json.dumps(plain(page_data(runs, compared))).encode()  # ASCII: lone surrogates are escaped
+    data = base64.b64encode(gzip.compress(content, mtime=0)).decode()  # in which no text can end the element
+    return template.render(title=", ".join(root.resolve().name for root in roots), data=data, **assets)
+
+
+def view(*runs: str | Path, surrogates: Sequence[str] = (), height: int = 900) -> Any:
+    """The page of some runs in a frame of a notebook; ``surrogates`` as those of the command."""
+    from IPython.display import IFrame
+
+    page = html.escape(make_page(run_folders(runs), surrogates))
+    return IFrame("about:blank", "100%", height, [f'srcdoc="{page}"'])
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("pspo view", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders above them")
+    parser.add_argument("--output", type=Path, help="the file (default: view.html in the first folder with a run)")
+    parser.add_argument("--surrogates", nargs="+", default=[], metavar="SURROGATE", help="compare tokens under these")
+    options = parser.parse_args(args)
+    with user_errors("pspo view"):
+        runs = run_folders(options.runs)
+        folders = [root for root in runs if any(root.rglob("metrics.jsonl"))] or runs  # a data folder gets no page
+        output = local_path(options.output or folders[0] / "view.html")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_text(output, make_page(runs, options.surrogates))
+    print(f"{output}  ({output.stat().st_size / 1e6:.1f} MB)")

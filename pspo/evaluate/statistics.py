@@ -103,26 +103,24 @@ def interval(values: np.ndarray) -> tuple[float, float] | None:
 
 def nested(numbers: dict[str, Number]) -> Record:
     """Numbers as in ``results.json``: {"accuracy": {"value": 0.5, "ci95": [0.4, 0.6]}, "format_share": 0.9}."""
-    return {name: number.value if name in MEANS else known_parts(name, number) for name, number in numbers.items()}
+    record: Record = {}
+    for name, number in numbers.items():
+        left_out = {"left_out": number.left_out} if number.left_out else {}
+        record[name] = number.value if name in MEANS else {"value": number.value, "ci95": number.ci95} | left_out
+    return record
 
 
 def flat(numbers: dict[str, Number]) -> Record:
     """Numbers as in ``summary.json``: {"mean_reward": 0.5, "mean_reward_ci95": [0.4, 0.6], "format_share": 0.9}."""
-    record = {}
-    for name, number in numbers.items():
-        record |= {flat_name(name, part): value for part, value in known_parts(name, number).items()}
+    record: Record = {}
+    for name, parts in nested(numbers).items():
+        for part, value in parts.items() if isinstance(parts, dict) else [("value", parts)]:
+            record[flat_name(name, part)] = value
     return record
 
 
-def known_parts(name: str, number: Number) -> Record:
-    parts = number._asdict() if name not in MEANS else {"value": number.value}
-    return {part: value for part, value in parts.items() if part != "left_out" or value}
-
-
 def flat_name(name: str, part: str) -> str:
-    if part == "value":
-        return name
-    return part if name == "accuracy" else f"{name}_{part}"
+    return name if part == "value" else f"{name}_{part}".removeprefix("accuracy_")
 
 
 def read_numbers(record: Record) -> dict[str, Number]:
