@@ -12,11 +12,11 @@ from functools import cache, cached_property
 from typing import Any, Literal
 
 from pspo import losses
+from pspo.tasks.datasets import default_answer_kind
 from pspo.tasks.files import local_path
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, Reward
 from pspo.tasks.scoring import OnError
-from pspo.tasks.sources import default_answer_kind
 from pspo.tasks.workers import check_importable
 
 Advantages = Literal["none", "group", "batch", "rloo", "maxrl", "gdpo"]

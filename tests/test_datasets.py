@@ -16,9 +16,9 @@ import pyarrow.parquet
 import pytest
 
 from pspo.config import DataConfig
-from pspo.tasks.datasets import SPLITS, group_by_split, has_text_answers, load_problems, local_parts
+from pspo.tasks.answers import parse_gold
+from pspo.tasks.datasets import SOURCES, SPLITS, group_by_split, has_text_answers, load_problems, local_parts
 from pspo.tasks.problem import Problem, content_text
-from pspo.tasks.sources import SOURCES, parse_gold
 
 
 def write_jsonl(path: Path, records: list[dict]) -> Path:

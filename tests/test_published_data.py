@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from pspo.tasks import load_problems
-from pspo.tasks.answers import extract_answer
-from pspo.tasks.sources import boxed
+from pspo.tasks.answers import boxed, extract_answer
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"development data not found at {DATA}")

@@ -100,7 +100,6 @@ _BEHIND = re.compile(
     re.VERBOSE,
 )
 _BEFORE = re.compile(rf"(?:[0-9)\]}}!]|{_VARIABLE})\$?[ ]{{0,2}}{_OPERATOR}[ ]{{0,2}}(?:\\?[$£€¥₹]|[({{*]){{0,3}}$")
-_REST_OF_LINE = re.compile(r"[^\n\r\v\f\x1c-\x1e\x85\u2028\u2029]*+")  # the line ends of str.splitlines
 
 Marker = Literal["last", "first"]
 Number = Decimal | Fraction
@@ -147,6 +146,33 @@ def parse_number(text: str) -> Fraction | None:
     return None if number is None else Fraction(number)
 
 
+def parse_gold(text: str) -> Fraction | None:
+    r"""Return the value of a gold answer that is one number, else None, such as of `x=5` and `(1,2)`.
+
+    A currency sign before it (`$`, `\$`) and `%`, `\%`, `^\circ`, `^{\circ}` or a degree sign after it are dropped.
+    """
+    text = re.sub(r"^\$([^$]+)\$$", r"\1", text.strip())  # as TRL's data have it
+    text = re.sub(r"^\\?[$£€¥₹]\s*", "", text.strip())
+    number = parse_number(re.sub(r"\s*(?:\\?%|°|\^\\circ|\^\{\\circ\})$", "", text))
+    is_long = number is not None and max(abs(number.numerator), number.denominator) >= 10**MAX_DIGITS  # 1e5000
+    return None if is_long else number
+
+
+def boxed(solution: str) -> list[str]:
+    r"""Return the contents of each outermost `\boxed{...}`, in order; "" for a last one that is never closed."""
+    contents = []
+    end = 0
+    while (start := solution.find(r"\boxed{", end)) >= 0:
+        start += len(r"\boxed{")
+        depth = 1
+        end = start
+        while depth and end < len(solution):
+            depth += {"{": 1, "}": -1}.get(solution[end], 0)
+            end += 1
+        contents.append("" if depth else solution[start : end - 1])
+    return contents
+
+
 def after_thoughts(completion: str) -> str:
     """Return what follows the completion's thoughts `<think>...</think>`; "" if the last one is not closed."""
     answer = completion.rpartition("</think>")[2]
@@ -156,7 +182,7 @@ def after_thoughts(completion: str) -> str:
 def _marked_lines(text: str, marker: Marker) -> list[str]:
     """What follows each marker `####`, up to the line's end or with the next marker; the one that counts is first."""
     parts = [f"{part}####" for part in _MARKER.split(f"{text}\n")[1:]]
-    lines = [_REST_OF_LINE.match(part).group() for part in parts]
+    lines = [part.splitlines()[0] for part in parts]
     return lines if marker == "first" else lines[::-1]
 
 

@@ -9,16 +9,17 @@ import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pspo.tasks import files
-from pspo.tasks.arithmetic import SPLITS
+from pspo.tasks.answers import boxed, parse_gold
+from pspo.tasks.arithmetic import SPLITS, draw_letters, draw_story, draw_sum, generate
 from pspo.tasks.problem import AnswerKind, Problem, content_text
-from pspo.tasks.sources import SOURCES, Source, find_sources, parse_gold
 
 SPLIT_WORDS = {"testing": "test"} | {word: word for word in SPLITS}
 SPLIT_WORDS |= dict.fromkeys(("training", "pretrain", "pretraining"), "train")
@@ -27,6 +28,90 @@ GENERATED_SIZES = {"train": 10_000, "validation": 500, "test": 500}  # without a
 ENOUGH_TO_HOLD_OUT = 50  # problems
 FEW = 0.1  # of the answers are of another kind than the others
 ABOUT_TABLES = ("dataset_dict.json", "dataset_info.json", "state.json")  # of `Dataset.save_to_disk`
+
+
+@dataclass(frozen=True)
+class Source:
+    """Data set: how to read one of its records, and where the hub has it; or a generator of problems."""
+
+    name: str
+    prompt: tuple[str, ...] = ()  # columns
+    answer: str = ""  # column
+    hub_id: str = ""
+    revision: str | None = None  # of the hub's, so that everybody has the same problems
+    configs: tuple[str | None, ...] = ()
+    splits: dict[str, str] = field(default_factory=dict)  # ours by the hub's names; without any they go by their words
+    train_size: int | None = None  # rows of the published train split to train on; the rest is validation
+    skip: str = ""  # local files with this in their path hold the same problems in another form
+    category: str = "category"  # and further columns of attributes of `Problem`
+    level: str = "level"
+    solution: str = ""
+    read_gold: Callable[[str, files.Record, AnswerKind], str] = lambda text, record, kind: text  # of the answer's text
+    answer_kind: AnswerKind = "number"  # unless --data.answer_kind says another
+    generate: Callable[[str, int], Iterator[Problem]] | None = None  # endless problems of a split, by a seed
+
+
+def _math_gold(solution: str, record: files.Record, kind: AnswerKind) -> str:
+    boxes = boxed(solution) or [""]
+    if kind == "number":
+        several = len({parse_gold(box) for box in boxes} - {None}) > 1  # "-2 and 1" is no number,
+        listed = "separated by commas" in str(record.get("problem")) and "," in boxes[-1]  # and 70,110 is two then
+        if several or listed:
+            return ""
+    return boxes[-1]
+
+
+_MATH_SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory",
+                  "prealgebra", "precalculus")  # fmt: skip
+
+SOURCES = {source.name: source for source in (
+    Source("gsm8k", ("question",), "answer", "openai/gsm8k", "740312add88f781978c0658806c59bc2815b9866", ("main",),
+           train_size=7000, skip="socratic", solution="answer",
+           read_gold=lambda text, record, kind: text.rpartition("####")[2]),
+    Source("math", ("problem",), "solution", "EleutherAI/hendrycks_math", "21a5633873b6a120296cce3e2df9d5550074f4a3",
+           _MATH_SUBJECTS, category="type", solution="solution", read_gold=_math_gold),
+    Source("svamp", ("Body", "Question"), "Answer", "ChilleD/SVAMP", "5e0bf1e5e7c0e9c4bc39180d224f41f3f801b7ef",
+           ("default",), category="Type"),
+    Source("asdiv", ("body", "question"), "answer", "EleutherAI/asdiv", "8f95807222d87b4c688c3c22a6ba2801e1fa03e2",
+           ("asdiv",), {"validation": "test"}, category="solution_type", level="grade",
+           read_gold=lambda text, record, kind: re.sub(r"\s*\([^()]*\)$", "", text)),  # 9 (apples)
+    Source("arithmetic", generate=partial(generate, draw_story)),
+    Source("letters", generate=partial(generate, draw_letters), answer_kind="text"),
+    Source("sums", generate=partial(generate, draw_sum)),
+)}  # fmt: skip
+NAMES = (*SOURCES, "file")
+
+
+def find_sources(name: str, columns: dict[str, str], hub: dict[str, Any], has_path: bool) -> list[Source]:
+    """The sources that --data.name joins by +; ValueError for unknown ones, and for what they have no use for."""
+    names = name.split("+")
+    if hub.keys() - {"revision"} and all(part in NAMES for part in names):
+        what = f"configuration and splits are of hub ids (organisation/name), and not of {name}"
+        raise ValueError(f"--data.hub: {what}: leave them out")
+    if "file" in names and not has_path:
+        raise ValueError("--data.name file needs --data.path: a file or folder of yours")
+    columns = {"prompt": "prompt", "answer": "answer"} | columns
+    splits = {theirs: ours for ours, theirs in hub.get("splits", {}).items()}
+    own = Source("", (columns["prompt"],), columns["answer"], configs=(hub.get("config"),), splits=splits)
+    sources = []
+    for part in names:
+        if part in SOURCES:
+            sources.append(replace(SOURCES[part], revision=hub.get("revision", SOURCES[part].revision)))
+        elif part == "file" or ("/" in part and not Path(part).exists()):
+            sources.append(replace(own, name=part, hub_id=part, revision=hub.get("revision")))
+        else:
+            raise ValueError(
+                f"--data.name {part!r} is unknown; choose from {', '.join(NAMES)} or a hub id (organisation/name), "
+                "or join some by +; for a local file or folder set --data.name file and --data.path"
+            )
+    if has_path and all(source.generate is not None for source in sources):
+        raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
+    return sources
+
+
+def default_answer_kind(name: str) -> AnswerKind:
+    """Return the kind of a source's gold answers if --data.answer_kind is unset."""
+    return SOURCES[name].answer_kind if name in SOURCES else "number"
 
 
 class Part(NamedTuple):
@@ -232,9 +317,9 @@ def load_problems(
 ) -> list[Problem]:
     """Load the problems of one split that have an answer of the kind asked for; print how many were left out, if any.
 
-    All have the same fields, None where a source or a record lacks one. Train, a validation split made of it, and both
-    of a mixture are shuffled by the seed. Parameters are
-    `pspo.config.DataConfig`'s. ``path`` of a mixture has one folder per source; ``limit`` draws of a test by the seed.
+    All have the same fields, None where one is missing. Train, a validation split made of it, and both of a mixture are
+    shuffled by the seed. Parameters are `pspo.config.DataConfig`'s. ``path`` of a mixture has one folder per source;
+    ``limit`` draws of a test by the seed.
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")

@@ -13,9 +13,8 @@ from fractions import Fraction
 from typing import Any
 
 from pspo.errors import RewardError
-from pspo.tasks.answers import TOLERANCE, Marker, after_thoughts, extract_answer, extract_text, matches_format
+from pspo.tasks.answers import TOLERANCE, Marker, after_thoughts, boxed, extract_answer, extract_text, matches_format
 from pspo.tasks.problem import Problem
-from pspo.tasks.sources import boxed
 from pspo.tasks.workers import worker_pool
 
 WORKER_MEMORY = 4 * 2**30  # bytes of the address space of a process that compares formulas

@@ -1,6 +1,7 @@
 """Score completions: call reward functions with the inputs that their parameters name, and sum up what they return."""
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import math
@@ -11,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import cache
-from numbers import Real
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -115,25 +115,21 @@ def async_runner() -> tuple[ThreadPoolExecutor, asyncio.Runner]:
     return ThreadPoolExecutor(1, "async rewards"), asyncio.Runner()
 
 
-def python_value(value: Any) -> Any:
-    """A value of numpy or torch as Python's; others, and those of several numbers, as they are."""
-    try:
-        return value.item()
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        return value
-
-
 def finite_number(value: Any, giver: str) -> float:
     """A number, of numpy or torch too, as a float; RewardError, naming who returned it, unless it is finite."""
-    number = python_value(value)
-    if not isinstance(number, Real) or not abs(number) <= LARGEST:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= LARGEST:
         raise RewardError(f"{giver} returned {reprlib.repr(value)}; it must be a number up to {LARGEST:g}")
-    return float(number)
+    return number
 
 
 def plain_value(value: Any) -> str | float | bool | None:
     """A value that a checkpoint and a table hold; any other is its text."""
-    value = python_value(value)
+    with contextlib.suppress(AttributeError, RuntimeError, TypeError, ValueError):  # of numpy or torch, one number
+        value = value.item()
     is_plain = type(value) in (str, float, bool, type(None)) or (type(value) is int and abs(value) <= LARGEST)
     return value if is_plain else str(value)
 
