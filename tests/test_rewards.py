@@ -145,7 +145,7 @@ def test_a_function_gets_what_it_names_and_nothing_else():
     ("function", "answer", "message"),
     [
         (lambda completions, hnit: [], "yes", "^reward <lambda>: missing a required argument: 'hnit'; .*, hint, level"),
-        (MathReward(), "yes", "MathReward needs numeric answers, not 'yes'; ExactMatch compares texts"),
+        (MathReward(), "yes", "MathReward needs numeric answers, not 'yes'; ExactMatch takes texts"),
         (ExactMatch(), Fraction("1.50"), r"ExactMatch compares texts, and as text 3/2 is not what .*answer_kind text"),
     ],
 )

@@ -16,7 +16,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -151,19 +151,16 @@ def object_calls(value: Any, key: str) -> list[Call]:
 class CallReader:
     """Reads the calls in turns of the model."""
 
-    tokenizer: PreTrainedTokenizerBase
-    tools: list[Any]
     schemas: Schemas  # of the tools' arguments
     form: Form | None  # of the chat template
-    by_responses: bool  # first by the tokenizer's response template
+    parse_response: Callable[[str], dict[str, Any]] | None  # asked first: by the tokenizer's response template
 
     def read(self, text: str) -> list[Call]:
         """The calls in a turn, after its thoughts; what is no call is skipped."""
         text = after_thoughts(text)
-        if self.by_responses:
+        if self.parse_response is not None:
             with contextlib.suppress(*UNREADABLE):  # it refuses a turn with one bad call
-                message = self.tokenizer.parse_response(text, prefix="", tools=self.tools)
-                calls = message.get("tool_calls") or []
+                calls = self.parse_response(text).get("tool_calls") or []
                 return [call for each in calls for call in object_calls(each, "arguments")]
         return [] if self.form is None else read_calls(text, self.form, self.schemas)
 
@@ -217,8 +214,9 @@ def call_reader(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) -> CallRea
     head = re.escape(opening[0]) if opening else r"\A\s*+(?:<\|python_tag\|>)?"  # Llama 3.1's token, in no template
     objects = (Form(head, read_objects, key) for key in ("arguments", "parameters"))
     form = next((form for form in (*objects, *FORMS) if read_calls(written, form, {}) == [PROBE]), None)
-    reader = CallReader(tokenizer, tools, argument_schemas(tools), None, by_responses=True)
-    return replace(reader, form=form, by_responses=reader.read(written) == [PROBE])
+    schemas = argument_schemas(tools)
+    by_responses = CallReader(schemas, None, partial(tokenizer.parse_response, prefix="", tools=tools))
+    return CallReader(schemas, form, by_responses.parse_response if by_responses.read(written) == [PROBE] else None)
 
 
 def check_calls(tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment) -> CallReader | None:

@@ -86,8 +86,7 @@ def find_sources(name: str, columns: dict[str, str], hub: dict[str, Any], has_pa
     """The sources that --data.name joins by +; ValueError for unknown ones, and for what they have no use for."""
     names = name.split("+")
     if hub.keys() - {"revision"} and all(part in NAMES for part in names):
-        what = f"configuration and splits are of hub ids (organisation/name), and not of {name}"
-        raise ValueError(f"--data.hub: {what}: leave them out")
+        raise ValueError(f"--data.hub: configuration and splits are of hub ids (organisation/name), and not of {name}")
     if "file" in names and not has_path:
         raise ValueError("--data.name file needs --data.path: a file or folder of yours")
     columns = {"prompt": "prompt", "answer": "answer"} | columns
@@ -100,10 +99,8 @@ def find_sources(name: str, columns: dict[str, str], hub: dict[str, Any], has_pa
         elif part == "file" or ("/" in part and not Path(part).exists()):
             sources.append(replace(own, name=part, hub_id=part, revision=hub.get("revision")))
         else:
-            raise ValueError(
-                f"--data.name {part!r} is unknown; choose from {', '.join(NAMES)} or a hub id (organisation/name), "
-                "or join some by +; for a local file or folder set --data.name file and --data.path"
-            )
+            known = f"{', '.join(NAMES)}, a hub id (organisation/name), or several joined by +"
+            raise ValueError(f"--data.name {part!r} is unknown: {known}; --data.path names a file or folder of yours")
     if has_path and all(source.generate is not None for source in sources):
         raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
     return sources
@@ -186,7 +183,7 @@ def hub_parts(source: Source) -> list[Part]:
         try:
             tables = datasets.load_dataset(source.hub_id, config, revision=source.revision)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            fix = "check --data.name and --data.hub, or load local files with --data.path"
+            fix = "check --data.name and --data.hub, or set --data.path"
             raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
         for split in source.splits or tables:
             if split not in tables:
@@ -292,8 +289,7 @@ def parse_answers(problems: Sequence[Problem], kind: AnswerKind, is_assumed: boo
     parsed = [replace(problem, answer=gold) for problem, gold in zip(problems, golds, strict=True) if gold is not None]
     what = "a numeric answer" if kind == "number" else "an answer"
     if not parsed:
-        fix = "check --data.columns and --data.answer_kind (number, text or none)"
-        raise ValueError(f"{place}: none of {len(problems):,} problems has {what}; {fix}")
+        raise ValueError(f"{place}: none of {len(problems):,} problems has {what}: check --data.answer_kind")
     n_texts = sum(map(bool, texts)) - len(parsed)
     if is_assumed and n_texts > FEW * len(parsed):
         counts = f"{len(parsed):,} answers are numbers and {n_texts:,} are not"

@@ -103,8 +103,8 @@ def reset_environment(environment: Environment, problem: Problem, expected: str 
     """Begin an episode; RewardError if its prompt is not the expected one, None for any."""
     prompt = copy.deepcopy(environment.reset(problem))  # a chat may grow in the episode
     if expected not in (None, prompt):
-        what = f"{type(environment).__name__}.reset gave two prompts for a problem, {expected!r:.80} and {prompt!r:.80}"
-        raise RewardError(f"{what}: it must return the same one for the same problem")
+        name = type(environment).__name__
+        raise RewardError(f"{name}.reset gave two prompts for a problem, {expected!r:.80} and {prompt!r:.80}")
     return prompt
 
 
@@ -125,6 +125,5 @@ def load_class(spec: dict[str, Any] | None, switch: str) -> Callable[[], Any] | 
         cls = pkgutil.resolve_name(spec["class_path"])
         inspect.signature(cls).bind(**arguments)
     except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
-        rule = "give the import path of a class, or class_path and init_args with its arguments"
-        raise ValueError(f"--{switch} {spec} cannot be imported ({error}): {rule}") from error
+        raise ValueError(f"--{switch} {spec} cannot be imported ({error}): name a class and its arguments") from error
     return partial(cls, **arguments)

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from pspo.errors import RewardError
-from pspo.tasks.answers import TOLERANCE, Marker, after_thoughts, boxed, extract_answer, extract_text, matches_format
+from pspo.tasks.answers import TOLERANCE, Marker, after_thoughts, boxed, extract_answer, is_correct, matches_format
 from pspo.tasks.problem import Problem
 from pspo.tasks.workers import worker_pool
 
@@ -68,8 +68,7 @@ class MathReward(Reward):
     def check_problems(self, problems: Sequence[Problem]) -> None:
         for problem in problems:
             if not isinstance(problem.answer, int | Fraction):
-                what = f"MathReward needs numeric answers, not {problem.answer!r}"
-                raise RewardError(f"{what}; ExactMatch compares texts")
+                raise RewardError(f"MathReward needs numeric answers, not {problem.answer!r}; ExactMatch takes texts")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
         tolerance = Fraction(str(self.tolerance))  # as written: Fraction(1e-6) is slightly below 1/10**6
@@ -98,13 +97,10 @@ class ExactMatch(Reward):
                 what = f"as text {problem.answer} is not what the data has: --data.answer_kind text"
                 raise RewardError(f"ExactMatch compares texts, and {what}")
 
-    def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
-        values: list[float | None] = []
-        for completion, problem in zip(completions, problems, strict=True):
-            pair = (extract_text(completion), " ".join(str(problem.answer).split()))
-            text, gold = map(str.casefold, pair) if self.ignore_case else pair
-            values.append(None if problem.answer is None else float(text == gold))
-        return values
+    def __call__(self, completions: list[str], problems: list[Problem]) -> list[bool | None]:
+        fold = str.casefold if self.ignore_case else str
+        golds = [None if problem.answer is None else fold(str(problem.answer)) for problem in problems]
+        return [is_correct(fold(text), gold) for text, gold in zip(completions, golds, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -127,8 +123,10 @@ class SoftOverlong(Reward):
         return [max(-1.0, min(0.0, (free - length) / self.buffer)) for length in completion_tokens]
 
 
-def verify(completion: str, gold: str) -> bool | None:
-    """True if the completion's answer equals the gold one; None if math-verify cannot read the gold one."""
+def verify(completion: str, gold: str | None) -> bool | None:
+    """True if the completion's answer equals the gold one; None if there is none that math-verify can read."""
+    if gold is None:
+        return None
     import math_verify  # needs the extra
 
     boxes = boxed(completion)
@@ -155,11 +153,8 @@ class MathVerifyReward(Reward):
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError("MathVerifyReward needs math-verify: pip install 'pspo[math]'")
 
-    def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
-        answered = [i for i, problem in enumerate(problems) if problem.answer is not None]
-        calls = [(after_thoughts(completions[i]), str(problems[i].answer)) for i in answered]
+    def __call__(self, completions: list[str], problems: list[Problem]) -> list[bool | None]:
+        golds = [None if problem.answer is None else str(problem.answer) for problem in problems]
+        calls = [(after_thoughts(text), gold) for text, gold in zip(completions, golds, strict=True)]
         results = worker_pool(self.processes, WORKER_MEMORY).map(verify, calls, self.seconds)
-        values: list[float | None] = [None] * len(completions)
-        for i, result in zip(answered, results, strict=True):
-            values[i] = float(result) if isinstance(result, bool) else None
-        return values
+        return [result if isinstance(result, bool) else None for result in results]
