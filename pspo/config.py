@@ -12,11 +12,11 @@ from functools import cache, cached_property
 from typing import Any, Literal
 
 from pspo import losses
-from pspo.tasks.datasets import default_answer_kind
+from pspo.tasks.datasets import DataSpec, default_answer_kind
 from pspo.tasks.files import local_path
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, Reward
-from pspo.tasks.scoring import OnError
+from pspo.tasks.scoring import OnError, Scoring
 from pspo.tasks.workers import check_importable
 
 Advantages = Literal["none", "group", "batch", "rloo", "maxrl", "gdpo"]
@@ -113,7 +113,7 @@ class ModelConfig(Section, name="model"):
 
 
 @dataclass(frozen=True)
-class DataConfig(Section, name="data"):
+class DataConfig(Section, DataSpec, name="data"):
     """Problems and prompts."""
 
     name: str = switch(
@@ -158,7 +158,7 @@ class DataConfig(Section, name="data"):
 
 
 @dataclass(frozen=True)
-class RewardConfig(Section, name="reward"):
+class RewardConfig(Section, Scoring, name="reward"):
     """Reward: a weighted sum of functions."""
 
     functions: list[Reward | Callable] = switch(lambda: [MathReward()], "rewards, by name or path", "basic", "main")
@@ -169,7 +169,7 @@ class RewardConfig(Section, name="reward"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.workers > 0 or self.timeout > 0:
+        if self.in_workers:
             for function in self.functions:
                 check_importable(function)
         if self.weights is not None:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any
 
@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from pspo import distributed as dist
 from pspo.config import DataConfig, TrainConfig
 from pspo.model.chat import encode, render_prompts, special_pattern
-from pspo.tasks import Problem, load_problems
+from pspo.tasks import Problem
+from pspo.tasks.datasets import read_problems
 from pspo.tasks.problem import SYSTEM_PROMPT, MakeEnvironment, Messages, make_prompts
 
 
@@ -59,17 +60,7 @@ def load_prompts(
     ``limit`` replaces --data.limit; an environment makes the prompts of the problems. Raises ValueError if none is
     left, or the split does not exist.
     """
-    problems = load_problems(
-        config.name,
-        split,
-        config.path,
-        limit=config.limit if limit is None else limit,
-        seed=config.seed,
-        answer_kind=config.answer_kind,
-        columns=config.columns,
-        hub=config.hub,
-        holdout=config.holdout or 0.0,
-    )
+    problems = read_problems(config if limit is None else replace(config, limit=limit), split)
     prompts = [problem.prompt for problem in problems]
     tools = None
     if make_environment is not None:

@@ -31,6 +31,20 @@ ABOUT_TABLES = ("dataset_dict.json", "dataset_info.json", "state.json")  # of `D
 
 
 @dataclass(frozen=True)
+class DataSpec:
+    """Which problems to load: `pspo.config.DataConfig` without the switches."""
+
+    name: str  # of sources, joined by +
+    path: str | Path | None = None  # local file or folder; of a mixture it has one folder per source
+    hub: dict[str, Any] = field(default_factory=dict)
+    limit: int | None = None
+    seed: int = 0
+    columns: dict[str, str] = field(default_factory=dict)
+    answer_kind: AnswerKind | None = None
+    holdout: float | None = None
+
+
+@dataclass(frozen=True)
 class Source:
     """Data set: how to read one of its records, and where the hub has it; or a generator of problems."""
 
@@ -82,27 +96,29 @@ SOURCES = {source.name: source for source in (
 NAMES = (*SOURCES, "file")
 
 
-def find_sources(name: str, columns: dict[str, str], hub: dict[str, Any], has_path: bool) -> list[Source]:
+def find_sources(data: DataSpec) -> list[Source]:
     """The sources that --data.name joins by +; ValueError for unknown ones, and for what they have no use for."""
-    names = name.split("+")
-    if hub.keys() - {"revision"} and all(part in NAMES for part in names):
-        raise ValueError(f"--data.hub: configuration and splits are of hub ids (organisation/name), and not of {name}")
-    if "file" in names and not has_path:
+    names = data.name.split("+")
+    if data.hub.keys() - {"revision"} and all(part in NAMES for part in names):
+        raise ValueError(f"--data.hub: configuration and splits are of hub ids (owner/name), and not of {data.name}")
+    if "file" in names and data.path is None:
         raise ValueError("--data.name file needs --data.path: a file or folder of yours")
-    columns = {"prompt": "prompt", "answer": "answer"} | columns
-    splits = {theirs: ours for ours, theirs in hub.get("splits", {}).items()}
-    own = Source("", (columns["prompt"],), columns["answer"], configs=(hub.get("config"),), splits=splits)
+    columns = {"prompt": "prompt", "answer": "answer"} | data.columns
+    splits = {theirs: ours for ours, theirs in data.hub.get("splits", {}).items()}
+    own = Source("", (columns["prompt"],), columns["answer"], configs=(data.hub.get("config"),), splits=splits)
     sources = []
     for part in names:
         if part in SOURCES:
-            sources.append(replace(SOURCES[part], revision=hub.get("revision", SOURCES[part].revision)))
+            source = SOURCES[part]
         elif part == "file" or ("/" in part and not Path(part).exists()):
-            sources.append(replace(own, name=part, hub_id=part, revision=hub.get("revision")))
+            source = replace(own, name=part, hub_id=part)
         else:
             known = f"{', '.join(NAMES)}, a hub id (organisation/name), or several joined by +"
             raise ValueError(f"--data.name {part!r} is unknown: {known}; --data.path names a file or folder of yours")
-    if has_path and all(source.generate is not None for source in sources):
-        raise ValueError(f"{name} is generated and takes no path; for your own data set --data.name file")
+        revision = data.hub.get("revision", source.revision)
+        sources.append(replace(source, revision=revision, answer_kind=data.answer_kind or source.answer_kind))
+    if data.path is not None and all(source.generate is not None for source in sources):
+        raise ValueError(f"{data.name} is generated and takes no path; for your own data set --data.name file")
     return sources
 
 
@@ -215,14 +231,14 @@ def validation_prompts(problems: list[Problem], train_size: int | None) -> set[s
     return prompts
 
 
-def read_problem(source: Source, kind: AnswerKind, record: files.Record) -> Problem:
+def read_problem(source: Source, record: files.Record) -> Problem:
     """A problem of a record, its gold answer still as text."""
     columns = source.prompt
     if columns == ("prompt",) and "prompt" not in record and "messages" in record:
         columns = ("messages",)
     gold = ""
-    if kind != "none":
-        gold = source.read_gold(files.column_text(record, source.answer), record, kind).strip()
+    if source.answer_kind != "none":
+        gold = source.read_gold(files.column_text(record, source.answer), record, source.answer_kind).strip()
     return Problem(
         prompt=files.read_prompt(record, columns),
         answer=gold,
@@ -234,20 +250,18 @@ def read_problem(source: Source, kind: AnswerKind, record: files.Record) -> Prob
     )
 
 
-def is_held_out(problem: Problem, share: float, seed: int) -> bool:
-    """True for about this share of problems, by the hash of their words: a larger share only adds some."""
-    digest = hashlib.sha256(f"{seed} {prompt_words(problem)}".encode()).digest()
-    return int.from_bytes(digest[:8]) < share * 2**64
+def is_held_out(problem: Problem, data: DataSpec) -> bool:
+    """True for about the share to hold out, by the hash of problems' words: a larger share only adds some."""
+    digest = hashlib.sha256(f"{data.seed} {prompt_words(problem)}".encode()).digest()
+    return int.from_bytes(digest[:8]) < data.holdout * 2**64
 
 
-def read_split(
-    source: Source, kind: AnswerKind, split: str, path: Path | None, seed: int, holdout: float
-) -> list[Problem]:
-    """Read one split, gold answers still as text; ``holdout`` divides a single one into train and test."""
+def read_split(data: DataSpec, source: Source, split: str, path: Path | None) -> list[Problem]:
+    """Read one split of a source, gold answers still as text; a holdout divides a single one into train and test."""
     place = path or source.hub_id
     parts = local_parts(path, source.skip) if path else hub_parts(source)
     groups = group_by_split(parts, source.splits) or {"test": parts}
-    is_divided = len(groups) == 1 and holdout > 0
+    is_divided = len(groups) == 1 and bool(data.holdout)
     if is_divided:
         (parts,) = groups.values()
         groups = {"test": parts, "train": parts}
@@ -262,13 +276,13 @@ def read_split(
     for part in groups[published]:
         for number, record in enumerate(part.records, 1):
             try:
-                problems.append(read_problem(source, kind, record))
+                problems.append(read_problem(source, record))
             except ValueError as error:
                 raise ValueError(f"{part.place} record {number}: {error}") from error
     if is_divided:
-        problems = [problem for problem in problems if is_held_out(problem, holdout, seed) == (split == "test")]
+        problems = [problem for problem in problems if is_held_out(problem, data) == (split == "test")]
     if published == "train":
-        random.Random(seed).shuffle(problems)
+        random.Random(data.seed).shuffle(problems)
         if is_cut:
             held_out = validation_prompts(problems, source.train_size)
             problems = [each for each in problems if (prompt_words(each) in held_out) == (split == "validation")]
@@ -299,48 +313,41 @@ def parse_answers(problems: Sequence[Problem], kind: AnswerKind, is_assumed: boo
     return parsed
 
 
-def load_problems(
-    name: str,
-    split: str,
-    path: str | Path | None = None,
-    *,
-    limit: int | None = None,
-    seed: int = 0,
-    answer_kind: AnswerKind | None = None,
-    columns: dict[str, str] | None = None,
-    hub: dict[str, Any] | None = None,
-    holdout: float = 0.0,
-) -> list[Problem]:
+def load_problems(name: str, split: str, path: str | Path | None = None, **options: Any) -> list[Problem]:
+    """The problems of one split; ``options`` are further fields of `DataSpec`."""
+    return read_problems(DataSpec(name, path, **options), split)
+
+
+def read_problems(data: DataSpec, split: str) -> list[Problem]:
     """Load the problems of one split that have an answer of the kind asked for; print how many were left out, if any.
 
     All have the same fields, None where one is missing. Train, a validation split made of it, and both of a mixture are
-    shuffled by the seed. Parameters are `pspo.config.DataConfig`'s. ``path`` of a mixture has one folder per source;
-    ``limit`` draws of a test by the seed.
+    shuffled by the seed, and a limit draws of a test by it.
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
-    sources = find_sources(name, columns or {}, hub or {}, has_path=path is not None)
+    sources = find_sources(data)
     problems = []
     for source in sources:
-        kind = answer_kind or source.answer_kind
-        folder = None if path is None else files.local_path(path)
+        folder = None if data.path is None else files.local_path(data.path)
         if folder and (len(sources) > 1 or (folder / source.name).is_dir()):
             folder = folder / source.name
         if source.generate is None:
-            drafts = read_split(source, kind, split, folder, seed, holdout)
+            drafts = read_split(data, source, split, folder)
         else:
-            size = limit or GENERATED_SIZES[split]
+            size = data.limit or GENERATED_SIZES[split]
             if len(sources) > 1:  # whose limit is of the mixture
                 size = max(size, GENERATED_SIZES[split])
-            drafts = [*islice(source.generate(split, seed), size)]
-        is_assumed = answer_kind is None and source.name not in SOURCES
-        problems += parse_answers(drafts, kind, is_assumed, f"{folder or source.hub_id or source.name} {split}")
+            drafts = [*islice(source.generate(split, data.seed), size)]
+        is_assumed = data.answer_kind is None and source.name not in SOURCES
+        place = f"{folder or source.hub_id or source.name} {split}"
+        problems += parse_answers(drafts, source.answer_kind, is_assumed, place)
     if len(sources) > 1 and split != "test":
-        random.Random(seed).shuffle(problems)
-    if split == "test" and limit and limit < len(problems):
-        sample = random.Random(seed).sample(range(len(problems)), limit)
+        random.Random(data.seed).shuffle(problems)
+    if split == "test" and data.limit and data.limit < len(problems):
+        sample = random.Random(data.seed).sample(range(len(problems)), data.limit)
         problems = [problems[i] for i in sorted(sample)]
-    problems = problems[:limit]
+    problems = problems[: data.limit]
     names = dict.fromkeys(name for problem in problems for name in problem.fields)
     missing = [{name: None for name in names if name not in problem.fields} for problem in problems]
     return [replace(problem, fields=problem.fields | gaps) for problem, gaps in zip(problems, missing, strict=True)]

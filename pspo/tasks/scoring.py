@@ -10,10 +10,11 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
@@ -29,14 +30,20 @@ OnError = Literal["raise", "none"]
 Columns = dict[str, list[Any]]  # what rewards log, by name
 
 
-class Scoring(Protocol):
-    """What `pspo.config.RewardConfig` says of the functions to call, and of how to call them."""
+@dataclass(frozen=True)
+class Scoring:
+    """The functions to call, and how: `pspo.config.RewardConfig` without the switches."""
 
     functions: list[Callable[..., Any]]
-    weights: list[float] | None
-    timeout: float
-    on_error: OnError
-    workers: int
+    weights: list[float] | None = None
+    timeout: float = 0.0
+    on_error: OnError = "raise"
+    workers: int = 0
+
+    @property
+    def in_workers(self) -> bool:
+        """True if processes call the functions: what hangs can be killed in a process of its own only."""
+        return self.workers > 0 or self.timeout > 0
 
 
 class Result(NamedTuple):
@@ -176,13 +183,12 @@ def reward_values(
 
     Worker processes get a group at a time. Without them it is called once, and if that fails, group by group.
     """
-    in_workers = scoring.workers > 0 or scoring.timeout > 0  # what hangs can be killed in a process of its own only
-    for size in [group_size] if in_workers else [n, group_size]:
+    for size in [group_size] if scoring.in_workers else [n, group_size]:
         calls = []
         for start in range(0, n, size):  # what is no list is for all
             rows = {key: v[start : start + size] if isinstance(v, list) else v for key, v in arguments.items()}
             calls.append((function, rows, size))
-        if in_workers:
+        if scoring.in_workers:
             results = worker_pool(max(scoring.workers, 1)).map(call_reward, calls, scoring.timeout)
         else:
             results = [attempt_reward(*call) for call in calls]
@@ -190,7 +196,7 @@ def reward_values(
         if error is None:
             break
         if scoring.on_error == "raise":
-            is_late = in_workers and isinstance(error, TimeoutError)
+            is_late = scoring.in_workers and isinstance(error, TimeoutError)
             raise TimeoutError(f"reward {reward_name(function)} {error}") if is_late else error
     whole = Result([math.nan] * n, {})
     for start, result in zip(range(0, n, size), results, strict=True):
