@@ -12,6 +12,7 @@ PROBLEMS, its category there, the completion and its reward.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -53,8 +54,7 @@ def test_numbers(runs: Runs) -> pd.DataFrame:
 
 
 def condense(runs: Runs) -> pd.DataFrame:
-    """A row per finished run, in order of experiments and settings."""
-    runs = runs.finished
+    """A row per run, in order of experiments and settings."""
     names = [run.name for run in runs.labels]
     configs = pd.DataFrame([run.switches for run in runs.labels], names, dtype=object).sort_index(axis=1)
     rollouts = runs.rollouts().groupby("run")
@@ -69,32 +69,36 @@ def condense(runs: Runs) -> pd.DataFrame:
     return rows.join(test_numbers(runs)).dropna(axis="columns", how="all")
 
 
-def answers(folders: list[Path], table: pd.DataFrame, name: str, problems: Path) -> pd.DataFrame:
+def answers(runs: Runs, table: pd.DataFrame, name: str, problems: Path) -> pd.DataFrame:
     """A row per greedy answer of the evaluations called ``name``."""
     categories = pd.DataFrame(read_jsonl(problems))["category"]
     parts = []
-    for path in sorted(file for folder in folders for file in folder.resolve().rglob(f"{name}/completions.jsonl")):
-        part = pd.DataFrame(read_jsonl(path)).query("temperature == 0")[["problem", "completion", "reward"]]
+    for test in runs.tests:
+        if test.evaluation != name or test.temperature != "0":
+            continue
+        part = pd.DataFrame(read_jsonl(test.file)).query("temperature == 0")[["problem", "completion", "reward"]]
         part.insert(1, "category", part["problem"].map(categories))
-        run = str(path.parent.parent)
-        if run in table.index:
-            part = part.assign(**table.loc[run].reindex(["experiment", "method", "epochs", "seed"]))
+        if test.run is not None:
+            row = table.loc[test.run.name]
+            epochs = test.run.switches["algorithm.epochs"]
+            part = part.assign(experiment=row["experiment"], method=row["method"], epochs=epochs, seed=row["seed"])
         parts.append(part)
     return pd.concat(parts, ignore_index=True).drop_duplicates()  # experiments may begin with one model
 
 
-def main() -> None:
+def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--answers", nargs=2, metavar=("NAME", "PROBLEMS"))
-    args = parser.parse_args()
-    table = condense(read_runs(args.folders))
-    write_text(args.output, table.to_csv(index=False, float_format="%.7g"))
-    print(f"{len(table)} runs: {args.output}")
-    if args.answers:
-        name, problems = args.answers
-        answers(args.folders, table, name, Path(problems)).to_parquet(args.output.with_name(f"{name}.parquet"))
+    given = parser.parse_args(args)
+    runs = read_runs(given.folders).finished
+    table = condense(runs)
+    write_text(given.output, table.to_csv(index=False, float_format="%.7g"))
+    print(f"{len(table)} runs: {given.output}")
+    if given.answers:
+        name, problems = given.answers
+        answers(runs, table, name, Path(problems)).to_parquet(given.output.with_name(f"{name}.parquet"))
 
 
 if __name__ == "__main__":

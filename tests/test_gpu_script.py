@@ -1,4 +1,4 @@
-"""benchmarks.gpu on a CPU: its rehearsal, measurements that fail, the verdict, and the one-pass draw."""
+"""benchmarks.gpu on a CPU: its rehearsal, and measurements that fail."""
 
 import json
 import os
@@ -19,15 +19,7 @@ def read(output: Path) -> dict[str, dict]:
     return json.loads((output / "results.json").read_text())
 
 
-@pytest.fixture
-def here(monkeypatch):
-    """Runs the command in this process."""
-    for name in ("HF_HUB_OFFLINE", "PYTORCH_NVML_BASED_CUDA_CHECK"):  # put back afterwards
-        monkeypatch.setenv(name, "1")
-    return lambda output, *args: gpu.main(["--rehearse", "--output", str(output), *args])
-
-
-def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path, here, monkeypatch):
+def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path, monkeypatch):
     def raises(options):
         raise RuntimeError("no kernel | image")
 
@@ -40,7 +32,10 @@ def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path, here, monkeyp
     fails = [Measurement("raises", raises), Measurement("crashes", crashes)]
     rest = [Measurement("works", works), Measurement("elsewhere", works, needs=("a GPU", "no_such_package"))]
     monkeypatch.setitem(PARTS, "speed", [*fails, *rest])
-    here(tmp_path, "--part", "speed")
+    for name in ("HF_HUB_OFFLINE", "PYTORCH_NVML_BASED_CUDA_CHECK"):  # put back afterwards
+        monkeypatch.setenv(name, "1")
+    command = ["--rehearse", "--output", str(tmp_path), "--part", "speed"]
+    gpu.main(command)
     results = read(tmp_path)
     assert [*results] == ["raises", "crashes", "works", "elsewhere"]
     assert results["raises"]["why"] == "error: exit code 1: RuntimeError: no kernel | image"
@@ -50,7 +45,7 @@ def test_what_fails_is_recorded_and_the_rest_is_measured(tmp_path, here, monkeyp
     assert verdicts == [(7.0, "at most 8", True), (6, "at least 7", False)]
     before = results["works"] | {"date": "of the first call"}
     (tmp_path / "results.json").write_text(json.dumps(results | {"works": before}))
-    here(tmp_path, "--part", "speed")
+    gpu.main(command)
     assert read(tmp_path)["works"] == before  # measured once
 
 

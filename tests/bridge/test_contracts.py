@@ -25,12 +25,6 @@ class LossInputs:  # of prime-rl, each (T,)
     loss_weights: Tensor | None = None
 
 
-@dataclass
-class LossOutputs:
-    loss: Tensor
-    metrics: dict[str, Tensor]
-
-
 def install(monkeypatch, path: str, **contents) -> None:
     """Put a module and the packages around it into sys.modules."""
     parts = path.split(".")
@@ -42,7 +36,7 @@ def install(monkeypatch, path: str, **contents) -> None:
 
 @pytest.mark.parametrize("surrogate", SURROGATES, ids=repr)
 def test_prime_rl_sums_our_loss_over_sequences(surrogate, monkeypatch):
-    install(monkeypatch, "prime_rl.trainer.rl.loss", LossOutputs=LossOutputs)
+    install(monkeypatch, "prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
     from pspo_bridge.prime_rl import loss
 
     logprobs, old, advantages, mask = random_batch([12, 1, 7, 9])
@@ -125,11 +119,6 @@ def test_skyrl_refuses_a_loss_that_advantages_do_not_scale(skyrl, surrogate):
         skyrl.register(surrogate)
 
 
-class Stateful(PSPO):
-    def state_dict(self):
-        return {}
-
-
 @pytest.mark.parametrize(
     ("surrogate", "arguments", "message"),
     [
@@ -140,7 +129,7 @@ class Stateful(PSPO):
         ("PSPO", {"epsilon": 0.1}, r"PSPO\(alpha: float = 0.1\).*unexpected keyword argument 'epsilon'"),
         (PSPO(0.3), {"alpha": 0.2}, "has its arguments already: leave alpha out"),
         (torch.nn.MSELoss(), {}, "must be an instance of a subclass of pspo.losses.Surrogate"),
-        (Stateful(), {}, "keeps a state"),
+        (type("Stateful", (PSPO,), {"state_dict": dict})(), {}, "keeps a state"),
     ],
 )
 def test_wrong_names_and_arguments_are_refused_in_one_line(surrogate, arguments, message):

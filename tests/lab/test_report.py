@@ -18,6 +18,7 @@ from pspo_lab.report_command import main
 from pspo_lab.runs import read_runs
 from pspo_lab.settings import shared_sentence
 from pspo_lab.tables import NOTES
+from scripts.condense_runs import main as condense
 
 DEFAULTS = {"Clip": {"epsilon": 0.2, "epsilon_high": None}, "NoClip": {}, "PSPO": {"alpha": 0.1}}
 T2 = 4.302652729911275 / math.sqrt(3)  # Student's t, 2 degrees of freedom, two-sided 95%: any table
@@ -285,6 +286,21 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     assert close(cells[SUMS, "Accuracy", "Clip", PRODUCTS.replace("acc", "final acc")], 1, 0.1, 0.09, 0.11)
     assert "evaluation-middle: evaluates" in err
     assert "z-stale: evaluates step 1, and this model of the run is step 2's by now" in err
+
+
+def test_a_run_is_condensed_with_its_greedy_answers(make_run, make_evaluation, tmp_path):
+    run = make_run("e/seed-1", "Clip", 1, metrics={"validation_reward": [0.1, 0.3]})
+    for folder, model in ((run, run / "best"), (tmp_path / "runs/e", "tiny")):
+        make_evaluation(folder / "asdiv", str(model), 0.6)
+        records = [{"problem": 1, "temperature": t, "completion": f"{t}", "reward": t} for t in (0, 0.6)]
+        (folder / "asdiv/completions.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "problems.jsonl").write_text('{"category": "sums"}\n{"category": "products"}\n')
+    args = (tmp_path / "runs", "--output", tmp_path / "runs.csv", "--answers", "asdiv", tmp_path / "problems.jsonl")
+    condense([*map(str, args)])
+    row = pd.read_csv(tmp_path / "runs.csv").loc[0]
+    assert row[["seed", "reward", "validation", "asdiv_reward"]].tolist() == [1, 0.3, 0.3, 60]
+    answers = pd.read_parquet(tmp_path / "asdiv.parquet").astype(object).fillna("").drop(columns="experiment")
+    assert answers.values.tolist() == [[1, "products", "0", 0, *of_run] for of_run in (["Clip", 2, 1], [""] * 3)]
 
 
 def test_runs_of_a_search_and_forks_of_other_parents_are_settings_of_their_own(make_run, tmp_path):
