@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import binomtest
 
-from pspo.cli.settings import flat, read_config
+from pspo.cli.parse import flat, read_config
 from pspo.endings import user_errors
 from pspo.evaluate.statistics import MEANS, Number, as_text, measure_name, table
 from pspo.tasks.files import local_path

@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pspo.cli.parse import make_config
-from pspo.cli.settings import flat, read_config
+from pspo.cli.parse import flat, make_config, read_config
 from pspo.config import TrainConfig, switches_with
 from pspo.tasks.files import local_path
 from pspo.terminal import one_line

@@ -31,8 +31,8 @@ import pandas as pd
 from tqdm import tqdm
 
 from pspo import distributed as dist
-from pspo.cli.parse import parse
-from pspo.cli.settings import flat, to_yaml
+from pspo.cli.parse import flat, parse
+from pspo.cli.values import to_yaml
 from pspo.config import require
 from pspo.endings import EXIT_INTERRUPTED, EXIT_STOPPED, user_errors
 from pspo.files import lock_folder, read_json, write_json, write_text

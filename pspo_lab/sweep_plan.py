@@ -10,8 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pspo.cli.parse import parse
-from pspo.cli.settings import argument_text, require_same
+from pspo.cli.parse import argument_text, parse, require_same
 from pspo.config import EvaluateConfig, Section, TrainConfig, require, switch
 from pspo.endings import user_errors
 from pspo.files import read_jsonl

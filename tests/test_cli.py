@@ -19,8 +19,7 @@ import pspo.config
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 import pspo.run.run
-from pspo.cli.parse import parse
-from pspo.cli.settings import differences, read_config
+from pspo.cli.parse import differences, parse, read_config
 from pspo.config import TrainConfig
 from pspo.files import append_jsonl, read_json, read_jsonl
 from pspo.model import ASSETS, load_tokenizer

@@ -15,7 +15,7 @@ import yaml
 import pspo.__main__
 from pspo.cli.parse import parse, resolve
 from pspo.cli.python import config_from_python
-from pspo.cli.settings import to_yaml
+from pspo.cli.values import to_yaml
 from pspo.config import EvaluateConfig, Fact, ModelConfig, TrainConfig, find_switches, switches_with
 from pspo.losses import CISPO, GSPO, P3O, TOPR, Clip, NoClip, OffPolicyMask
 from pspo.model.find import TINY_BYTES, find_default_lr

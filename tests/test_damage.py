@@ -14,7 +14,7 @@ from processes import Payload, assert_same, before, forked
 from test_resume import cut_off, killed, train, whole, whole_with  # noqa: F401 (fixtures)
 
 import pspo.run.recorder
-from pspo.cli.settings import read_config
+from pspo.cli.parse import read_config
 from pspo.files import checkpoints, describe_file, read_jsonl
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.command import find_checkpoint

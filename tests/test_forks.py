@@ -18,7 +18,7 @@ import pspo.cli.python
 import pspo.run.run
 import pspo.train
 from pspo.cli.parse import parse
-from pspo.cli.settings import to_yaml
+from pspo.cli.values import to_yaml
 from pspo.config import TrainConfig
 from pspo.files import checkpoints, read_jsonl
 from pspo.rollout.source import Now

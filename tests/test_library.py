@@ -23,8 +23,8 @@ from test_docs import blocks
 import pspo.tasks.datasets
 from examples.expressions import solves
 from pspo import train
+from pspo.cli.parse import read_config
 from pspo.cli.python import config_from_python
-from pspo.cli.settings import read_config
 from pspo.config import AlgorithmConfig, DataConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.errors import RunFailed
 from pspo.files import read_json, read_jsonl

@@ -7,8 +7,7 @@ import pandas as pd
 import pytest
 
 import pspo.config
-from pspo.cli.parse import parse
-from pspo.cli.settings import differences
+from pspo.cli.parse import differences, parse
 from pspo.config import AlgorithmConfig, DataConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import P3O, PSPO, SAPO, TOPR, Clip, NoClip
 from pspo_lab.sweep_plan import SweepConfig, make_plan

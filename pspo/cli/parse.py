@@ -5,23 +5,27 @@ hold the same fields by section. What is given later overrides. `pspo.cli.values
 """
 
 import difflib
+import json
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pspo.cli.settings import DERIVED, Settings, argument_text, differences, flat, read_yaml, to_yaml
-from pspo.cli.values import Typed, as_list, read, read_typed, yaml_value
+from pspo.cli.values import Typed, as_list, load_yaml, read, read_typed, to_yaml, yaml_value
 from pspo.config import TrainConfig, find_switches, switches_with
 from pspo.endings import user_errors
+from pspo.files import named_damage
 from pspo.model.find import find_default_lr
 from pspo.tasks.datasets import has_text_answers, holdout_share
 from pspo.tasks.files import local_path
 
 C = TypeVar("C")
+Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values, and `DERIVED`
+Changes = dict[str, tuple[Any, Any]]  # values (old, new) by switch
+DERIVED = "derived"  # the switches that were left open, whose values follow from the others
 METHODS = {file.stem: file for file in sorted((Path(__file__).parents[1] / "assets" / "methods").glob("*.yaml"))}
 
 
@@ -184,3 +188,58 @@ def print_help(config_class: type, prog: str, topic: str) -> None:
     for switch, text in texts.items():
         if topic == "all" or switch.startswith(topic):
             print(textwrap.fill(text, 110, initial_indent=f"  --{switch:<30} ", subsequent_indent=" " * 35))
+
+
+# --- settings: read, by switch, and compared
+
+
+def read_yaml(path: Path) -> Settings:
+    """A YAML file, with `Typed` texts; ValueError if it is damaged."""
+    with named_damage(path):
+        settings = load_yaml(path.read_bytes().decode("utf-8-sig"))
+        if not isinstance(settings, dict):
+            raise ValueError("not an object")
+        return settings
+
+
+def read_config(path: Path) -> Settings:
+    """A nested configuration as it was written into a run's folder."""
+    return read(dict, read_yaml(path), "")
+
+
+def flat(config: Settings, whole: Collection[str] | None = None, prefix: str = "") -> dict[str, Any]:
+    """The values of a nested configuration by switch: {"run.seed": 0}; ``whole`` ones, by default mappings, stay."""
+    whole = switches_with("mapping") if whole is None else whole
+    values = {}
+    for name, value in config.items():
+        switch = f"{prefix}{name}"
+        if isinstance(value, dict) and switch not in whole:
+            values |= flat(value, whole, f"{switch}.")
+        elif switch != DERIVED:
+            values[switch] = value
+    return values
+
+
+def differences(old: Settings, new: Settings) -> Changes:
+    """By switch, the values (old, new) that differ between two nested configurations."""
+    old_values = flat(old)
+    new_values = flat(new)
+    pairs = {name: (old_values.get(name), new_values.get(name)) for name in old_values | new_values}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def require_same(folder: Path, settings: Settings, may_differ: Callable[[str, Any, Any], bool], fix: str) -> Changes:
+    """The `differences` from the configuration in a folder; ValueError for those (switch, old, new) that may not be."""
+    changes = differences(read_config(folder / "config.yaml"), settings)
+    refused = []
+    for name, (old, new) in changes.items():
+        if not may_differ(name, old, new):
+            refused.append(f"--{name.removesuffix('.class_path')} was {old!r}, is {new!r}")
+    if refused:
+        raise ValueError(f"--run.output_dir {folder} holds another experiment ({'; '.join(refused)}): {fix}")
+    return changes
+
+
+def argument_text(value: Any) -> str:
+    """A switch's value as a command takes it."""
+    return value if isinstance(value, str) else json.dumps(value)

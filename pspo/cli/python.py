@@ -9,8 +9,7 @@ from typing import Any
 
 from pspo import distributed as dist
 from pspo import files
-from pspo.cli.parse import make_config
-from pspo.cli.settings import Settings
+from pspo.cli.parse import Settings, make_config
 from pspo.cli.values import yaml_value
 from pspo.config import TrainConfig, switches_with
 from pspo.tasks import Problem

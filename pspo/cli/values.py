@@ -75,6 +75,20 @@ def scalar(text: str) -> Any:
     return str(text)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Write text that `scalar` would read as something else in quotes."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if scalar(text) == text else "'")
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
+
+def to_yaml(settings: dict[str, Any]) -> str:
+    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
 def read(kind: Any, given: Any, switch: str) -> Any:
     """A value of this type; raises ValueError, naming the switch, for one that it does not take."""
     if isinstance(given, Typed):
@@ -99,10 +113,8 @@ def read(kind: Any, given: Any, switch: str) -> Any:
             if str(given) not in choices:
                 raise ValueError(f"--{switch} must be one of {', '.join(choices)}, got {given}")
             return choices[str(given)]
-        case abc.Callable:
-            return read_class(abc.Callable, given, switch)
-        case _ if inspect.isabstract(kind):
-            return read_class(kind, given, switch)
+        case base if inspect.isabstract(base):
+            return read_class(base, given, switch)
         case _ if is_dataclass(kind):
             return make(kind, as_mapping(given, switch), switch)
         case _ if isinstance(given, Mapping | list):

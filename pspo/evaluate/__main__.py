@@ -12,8 +12,8 @@ from typing import Any
 
 from pspo import distributed as dist
 from pspo import files
-from pspo.cli.parse import parse
-from pspo.cli.settings import Settings, to_yaml
+from pspo.cli.parse import Settings, parse
+from pspo.cli.values import to_yaml
 from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.endings import EXIT_INTERRUPTED, exit_codes, user_errors
 from pspo.evaluate.evaluation import Evaluation, evaluate

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pspo import distributed as dist
 from pspo import files
-from pspo.cli.settings import Settings, differences, read_config
+from pspo.cli.parse import Settings, differences, read_config
 from pspo.config import ModelConfig, TrainConfig
 from pspo.errors import RunFailed
 from pspo.model import fill_adapters, has_adapters, load_model_config

@@ -18,9 +18,9 @@ import torch
 
 from pspo import distributed as dist
 from pspo import files
-from pspo.cli.parse import parse
+from pspo.cli.parse import Changes, Settings, parse, require_same
 from pspo.cli.python import config_from_python, default_output
-from pspo.cli.settings import Changes, Settings, require_same, to_yaml
+from pspo.cli.values import to_yaml
 from pspo.config import RunConfig, TrainConfig, require, switches_with
 from pspo.endings import exit_codes, save_at_end, user_errors
 from pspo.errors import RunFailed, Stopped

@@ -10,8 +10,7 @@ from huggingface_hub import ModelCardData
 
 from pspo import __version__
 from pspo import distributed as dist
-from pspo.cli.parse import make_config
-from pspo.cli.settings import DERIVED, Settings, argument_text, flat
+from pspo.cli.parse import DERIVED, Settings, argument_text, flat, make_config
 from pspo.config import TrainConfig, switches_with
 from pspo.evaluate.statistics import ESTIMATES, MEANS, Record, as_text, measure_name, read_numbers, table
 from pspo.model.find import resolve_adapters

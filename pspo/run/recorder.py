@@ -17,7 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pspo import distributed as dist
-from pspo.cli.settings import Changes, Settings
+from pspo.cli.parse import Changes, Settings
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
 from pspo.errors import RunFailed

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pspo import distributed as dist
-from pspo.cli.settings import Settings
+from pspo.cli.parse import Settings
 from pspo.config import TrainConfig
 from pspo.endings import fail_together
 from pspo.errors import Stopped

@@ -17,7 +17,7 @@ import yaml
 from processes import until
 
 from pspo.cli.parse import parse
-from pspo.cli.settings import to_yaml
+from pspo.cli.values import to_yaml
 from pspo.config import EvaluateConfig, TrainConfig
 from pspo_lab.sweep_command import main
 from pspo_lab.sweep_plan import SweepConfig, make_plan
