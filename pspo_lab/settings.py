@@ -39,9 +39,6 @@ def make_setting(switches: Switches, ignore: tuple[str, ...] = ()) -> Setting:
     return frozenset((name, switches[name]) for name in names if switches[name] is not None)
 
 
-# Reading
-
-
 def read_switches(folder: Path) -> Switches:
     """The switches of a run or an evaluation, lists and mappings as JSON; where ours lack one, its default."""
     written = flat(read_config(folder / "config.yaml"))
@@ -111,9 +108,6 @@ def default_arguments(class_path: str) -> Switches:
     cls = getattr(importlib.import_module(module), name, None)
     parameters = {} if cls is None else inspect.signature(cls).parameters  # None: of another version
     return {name: parameter.default for name, parameter in parameters.items()}
-
-
-# Names, as a person would write them
 
 
 def make_labels(configs: Configs) -> dict[str, str]:

@@ -157,8 +157,8 @@ def show_plan(plan: list[Method]) -> None:
     rows = []
     for method in plan:
         print(*(f"{method.experiment}/{setting}" for setting in method.settings), sep="\n")
-        jobs = planned_jobs(method)
-        rows += [(method.experiment, job.stage, 1, job.finished) for job in jobs if job.stage != "untrained"]
+        jobs = [job for job in method.planned() if job.stage != "untrained"]
+        rows += [(method.experiment, job.stage, 1, job.finished) for job in jobs]
     table = pd.DataFrame(rows, columns=["experiment", "stage", "runs", "finished"])
     print(f"\n{table.groupby(['experiment', 'stage'], sort=False).sum()}\n\n{table.sum(numeric_only=True).to_string()}")
 
@@ -170,7 +170,7 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
     if sweep.pilot is not None:
         pilot = read_runs(run_folders([sweep.pilot])).finished
         require(len(pilot.labels) > 0, "pilot", "must have finished runs", sweep.pilot)
-        yield describe_time(pilot, [job for method in plan for job in planned_jobs(method) if not job.trained])
+        yield describe_time(pilot, [job for method in plan for job in method.planned() if not job.trained])
         if sd is None:
             values = main_values(pilot)
             sd, df = noise_floor(values)
@@ -196,14 +196,6 @@ def describe_time(pilot: Runs, jobs: Sequence[Job]) -> str:
     device = read_json(next(iter(pilot.labels)).folder / "environment.json").get("device", "machine")
     hours = f"{seconds * steps / 3600:.1f} hours of the pilot's {device}"
     return f"{steps:,} optimizer steps take about {hours}: {seconds:.2f} s each there."
-
-
-def planned_jobs(method: Method) -> list[Job]:
-    """Jobs of a method in all stages; before a search has chosen, of as many settings as it will choose."""
-    jobs = []
-    for stage, n in method.stages.items():
-        jobs += method.jobs([stage], method.chosen(stage) or list(method.settings)[:n])
-    return jobs
 
 
 def run_plan(sweep: SweepConfig, plan: list[Method]) -> None:
@@ -233,7 +225,7 @@ async def run_stages(runner: JobRunner, plan: list[Method], output: Path) -> Non
         for name in {method.experiment for method in due if stage == "full" and len(method.stages) > 1}:
             (output / name).mkdir(exist_ok=True)
             write_json(output / name / "selection.json", {m.name: m.selection() for m in due if m.experiment == name})
-        jobs = [job for m in due for job in m.jobs([stage], m.chosen(stage))]
+        jobs = [job for method in due for job in method.jobs([stage], method.chosen(stage))]
         tasks = [asyncio.create_task(runner.carry_out(job)) for job in jobs if not job.finished]
         with Bar(desc=stage, total=len(jobs), initial=len(jobs) - len(tasks), unit="run", quiet=not tasks) as bar:
             for task in asyncio.as_completed(tasks):

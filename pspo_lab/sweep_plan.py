@@ -113,6 +113,11 @@ class Method:
         jobs = [job for job in self.possible if job.stage in stages and job.setting in settings]
         return sorted(jobs, key=lambda job: job.seed)
 
+    def planned(self) -> list[Job]:
+        """Jobs of all stages; before a search has chosen, of as many settings as it will choose."""
+        chosen = {stage: self.chosen(stage) or list(self.settings)[:n] for stage, n in self.stages.items()}
+        return [job for stage in self.stages for job in self.jobs([stage], chosen[stage])]
+
     def chosen(self, stage: str) -> list[str]:
         """Settings of a stage: highest mean last validation reward before it; none while a run is missing."""
         before = list(self.stages)[: list(self.stages).index(stage)]

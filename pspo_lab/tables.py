@@ -35,9 +35,6 @@ NOTES = {
 }
 
 
-# Values: numbers of single runs
-
-
 class Column(NamedTuple):
     """A measure in tables, of a test such as "gsm8k test, n = 1,319", or of the training; shares are in percent."""
 
@@ -185,9 +182,6 @@ def noise_floor(values: Sequence[Value]) -> tuple[float, int]:
     return float(np.sqrt(2 * (groups.var() * df).sum() / df.sum())) if df.sum() else np.nan, int(df.sum())
 
 
-# Cells
-
-
 @dataclass(frozen=True)
 class Cell:
     """The mean of a column over the seeds of a row."""
@@ -269,9 +263,6 @@ def add_holm(differences: Sequence[Cell]) -> list[Cell]:
     p = pd.Series({i: float(cell.estimate.p()) for i, cell in enumerate(differences) if cell.estimate}, dtype=float)
     adjusted = (p.sort_values() * np.arange(len(p), 0, -1)).cummax().clip(upper=1)
     return [replace(cell, holm=adjusted.get(i)) for i, cell in enumerate(differences)]
-
-
-# Texts
 
 
 def table_texts(title: str, cells: Sequence[Cell]) -> dict[str, str]:

@@ -58,7 +58,11 @@ Record = dict[str, Any]
 
 
 def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
-    """Everything on the page; ``surrogates`` by the name they are shown by, each run's is added."""
+    """Everything on the page, by the names that page.js reads; ``surrogates`` by the name they are shown by.
+
+    Its groups: {run, step, problem, prompt, gold, completions: [{reward, advantage, rewards, text, truncated, ...,
+    recorded: {text, id, position, old_logprob, ..., visits: [{step, logprob, entropy, weights: {surrogate: ...}}]}}]}.
+    """
     names = short_names(runs.configs)
     varied = {switch: names[switch] for switch in differing(runs.configs)}
     pages = {}
@@ -176,8 +180,8 @@ def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -
             for step, step_samples in groupby(samples, key=lambda sample: sample["step"]):
                 if step in on_page:
                     rollout = list(step_samples)
-                    has_tokens = step in token_files
-                    tokens = recorded_tokens(token_files[step], len(rollout), surrogates) if has_tokens else {}
+                    file = token_files.get(step)
+                    tokens = {} if file is None else recorded_tokens(file, len(rollout), surrogates)
                     groups += make_groups(run, rollout, tokens)
     return {"groups": groups, "left_out": left_out}
 

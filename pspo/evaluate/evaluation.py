@@ -37,21 +37,16 @@ def chunks(
 
 
 def complete(
-    sampler: Sampler,
-    how: How,
-    prompts: Prompts,
-    indices: list[int],
-    samples: int,
-    reward: RewardConfig,
-    step: int,
-    shown_failures: dict[str, str],
-) -> list[Record]:
-    """Draw and score samples of some problems, one record each; answers are compared if a reward `judges` them."""
+    sampler: Sampler, how: How, prompts: Prompts, indices: list[int], samples: int, reward: RewardConfig, step: int
+) -> tuple[list[Record], dict[str, Exception]]:
+    """Draw and score samples of some problems, one record each; answers are compared if a reward `judges` them.
+
+    Returns the first failures of reward functions, too.
+    """
     with dist.unsharded(how.model):
         rollout = sampler.draw(prompts.take(indices), samples, how)
     problems = [prompts.problems[i] for i in indices for _ in range(samples)]
     scores = rollout.score(problems, samples, reward, step, how.sampling.max_completion_tokens)
-    show_failures(scores.failures, shown_failures)
     lengths = rollout.loss_mask.sum(dim=1).tolist()
     terminated = rollout.terminated.tolist()
     records = []
@@ -72,7 +67,7 @@ def complete(
             "truncated": not terminated[row],
         }
         records.append(record)
-    return records
+    return records, scores.failures
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,8 @@ def evaluate(
             number = first + min(dist.rank(), len(together) - 1)  # spare ranks repeat the last: all gather weights
             with fail_together():
                 torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
-                records = complete(sampler, how, prompts, parts[number], samples, reward, step, shown_failures)
+                records, failures = complete(sampler, how, prompts, parts[number], samples, reward, step)
+                show_failures(failures, shown_failures)
             completions += dist.gather_on_main(records if dist.rank() < len(together) else [])
             progress.advance(samples * sum(map(len, together)))
     if not dist.is_main():

@@ -120,7 +120,10 @@ def flat(numbers: dict[str, Number]) -> Record:
 
 
 def flat_name(name: str, part: str) -> str:
-    return name if part == "value" else f"{name}_{part}".removeprefix("accuracy_")
+    """The key of a number's part in ``summary.json``."""
+    if part == "value":
+        return name
+    return part if name == "accuracy" else f"{name}_{part}"
 
 
 def read_numbers(record: Record) -> dict[str, Number]:
