@@ -18,8 +18,7 @@ from typing import Any
 
 from pspo.distributed import run_main
 from pspo.rollout import Experience
-from pspo.run.command import train_command, train_from_python
-from pspo.run.run import Run
+from pspo.run.run import Run, train_command, train_from_python
 from pspo.update import update
 
 

@@ -17,7 +17,7 @@ import pspo.run.recorder
 from pspo.cli.parse import read_config
 from pspo.files import checkpoints, describe_file, read_jsonl
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.command import find_checkpoint
+from pspo.run.run import find_checkpoint
 
 pytestmark = pytest.mark.usefixtures("here")
 

@@ -16,16 +16,16 @@ import torch
 from processes import TINY, Payload, assert_same, forked, run_command
 from safetensors.torch import load_file
 
-import pspo.run.command
 import pspo.run.recorder
+import pspo.run.run
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.errors import RunFailed
 from pspo.files import checkpoints, read_jsonl
 from pspo.losses import NoClip
 from pspo.model import ASSETS
-from pspo.run.command import prepare
 from pspo.run.recorder import Rows, rollout_metrics
+from pspo.run.run import prepare
 from pspo.tasks import Problem, Reward
 from pspo.tasks.workers import worker_pool
 from pspo.train import main
@@ -186,7 +186,7 @@ def test_switches_that_save_memory_are_named_with_the_fork_that_may_change_them(
     def prepare(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(pspo.run.command, "prepare", prepare)
+    monkeypatch.setattr(pspo.run.run, "prepare", prepare)
     assert train() == 1
     assert "begin anew, or with --run.fork_from, under lower --optimizer.micro" in capsys.readouterr().err
 

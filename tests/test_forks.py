@@ -23,7 +23,7 @@ from pspo.config import TrainConfig
 from pspo.files import checkpoints, read_jsonl
 from pspo.rollout.source import Now
 from pspo.run.checkpointer import load_states
-from pspo.run.command import check_same
+from pspo.run.run import check_same
 from pspo.run.validator import Validator
 from pspo.train import main
 

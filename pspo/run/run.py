@@ -1,32 +1,48 @@
-"""Run: the parts of a run together, and what happens at its ends."""
+"""A run: its parts together, how it starts, as the command ``python -m pspo.train`` or from Python, and how it ends.
+
+It resumes from its newest undamaged checkpoint under the same configuration; switches that change no number and an
+engine's arguments may differ, and its limits may grow (`pspo.config.Fact`).
+"""
 
 import contextlib
+import os
+import random
+import shutil
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from pspo import distributed as dist
-from pspo.cli.parse import Settings
-from pspo.config import TrainConfig
-from pspo.endings import fail_together
-from pspo.errors import Stopped
-from pspo.files import write_errors, write_json, write_text
+from pspo import files
+from pspo.cli.parse import Changes, Settings, parse, require_same
+from pspo.cli.python import config_from_python, default_output
+from pspo.cli.values import to_yaml
+from pspo.config import RunConfig, TrainConfig, require, switches_with
+from pspo.endings import exit_codes, fail_together, save_at_end, user_errors
+from pspo.errors import RunFailed, Stopped
 from pspo.inputs import Inputs, load_inputs
-from pspo.model.device import choose_threads, peak_memory_gb
+from pspo.model.device import VARIABLES, choose_threads, peak_memory_gb
+from pspo.model.find import resolve_adapters
 from pspo.rollout import Experience, How, PolicySampler, PromptStream, Sampler, make_sampling
-from pspo.rollout.drawing import Generators, random_numbers
+from pspo.rollout.drawing import Generators, random_numbers, set_torch_states, torch_states
 from pspo.rollout.engine import Engine, find_engine, start_engine
 from pspo.rollout.sampler import check_decoding
 from pspo.rollout.source import find_source
 from pspo.run.checkpointer import Checkpointer
-from pspo.run.messages import model_card
-from pspo.run.recorder import Recorder
+from pspo.run.messages import model_card, print_header, print_warnings, summary_text
+from pspo.run.recorder import Recorder, check_tracker
 from pspo.run.validator import Validator
 from pspo.signals import StopSignals
+from pspo.token_table import TOKENS
 from pspo.update import drawn_logprobs
 from pspo.update.learner import check_reference, make_learner
+from pspo.update.optimizers import check_optimizer
 
 
 class Run:
@@ -159,9 +175,196 @@ class Run:
         }
         if dist.is_main():
             self.recorder.finish()
-            with write_errors(self.output / "summary.json"):
+            with files.write_errors(self.output / "summary.json"):
                 models = {str(self.output / "final"): self.learner.steps, summary["best_model"]: summary["best_step"]}
                 for model, step in models.items():
-                    write_text(Path(model) / "README.md", model_card(self.config, self.settings, step, summary))
-                write_json(self.output / "summary.json", summary)
+                    files.write_text(Path(model) / "README.md", model_card(self.config, self.settings, step, summary))
+                files.write_json(self.output / "summary.json", summary)
         return summary
+
+
+# --- how it starts
+
+
+def make_folder(config: TrainConfig, resources: contextlib.ExitStack) -> Path:
+    """Make and lock a run's folder; ValueError if it cannot be used."""
+    output = Path(config.run.output_dir or default_output(config))
+    files.check_new_folder(output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        resources.enter_context(files.lock_folder(output))
+    except OSError as error:
+        raise ValueError(f"--run.output_dir {output} cannot be written to: {error}") from error
+    resources.callback(remove_unbegun, output)
+    return output
+
+
+def remove_unbegun(folder: Path) -> None:
+    """Remove the folder of a run that could not begin, unless it holds problems."""
+    if not files.is_run(folder):
+        with contextlib.suppress(OSError):
+            (folder / ".lock").unlink()
+            folder.rmdir()
+
+
+def check_same(run: Path, settings: Settings) -> Changes:
+    """The switches that differ from the run's configuration, and may, as `files.differences`; ValueError for others."""
+    is_constant = settings["optimizer"]["schedule"] == "constant"
+    steps = settings["algorithm"]["epochs"] * settings["algorithm"]["minibatches"]  # of a rollout
+
+    def may_differ(name: str, old: Any, new: Any) -> bool:
+        grows = name in switches_with("may grow") and is_constant and old is not None and (new is None or new > old)
+        grows = grows and (name != "run.max_steps" or old % steps == 0)  # otherwise the old end has cut a rollout off
+        return grows or name in switches_with("free") or name.startswith("rollout.engine.init_args.")
+
+    fix = f"choose another --run.output_dir, or start there from this one's weights with --run.fork_from {run}"
+    return require_same(run, settings, may_differ, fix)
+
+
+def find_checkpoint(run: Path, settings: Settings) -> Path | None:
+    """The newest undamaged checkpoint of a run of these settings; if none was saved, None, and no record is left."""
+    if not files.is_run(run):
+        return None
+    if files.checkpoints(run) or (run / "metrics.jsonl").exists():  # another run's are kept
+        check_same(run, settings)
+    for folder in (run, run / "checkpoints"):
+        files.remove_leftovers(folder)
+    saved = files.checkpoints(run)
+    checkpoint = files.first_undamaged(saved)
+    if checkpoint is None and (saved or (run / "summary.json").exists()):
+        raise ValueError(f"--run.output_dir {run}: no checkpoint to resume from is left; choose another folder")
+    if checkpoint is None:
+        print(f"{run} holds no checkpoint: its run starts anew", file=sys.stderr)
+        for name in ("best", "checkpoints", TOKENS):
+            shutil.rmtree(run / name, ignore_errors=True)
+        for file in (run / "environment.json", *run.glob("*.jsonl")):
+            file.unlink(missing_ok=True)
+    return checkpoint
+
+
+def find_parent(fork_from: str) -> Path:
+    """The checkpoint that --run.fork_from names, or the newest undamaged one of the run that it names."""
+    path = Path(fork_from).absolute()
+    parent = files.first_undamaged(files.checkpoints(path) or [path])
+    if parent is None or not (parent / "parts.pt").exists():  # best/ has a manifest, too
+        raise ValueError(f"--run.fork_from {path} is neither an undamaged checkpoint nor a run's folder with one")
+    return parent
+
+
+def compute_in_order(resources: contextlib.ExitStack, device: torch.device) -> None:
+    """Have a CPU's threads add up gradients in one order; the process is put back when ``resources`` are closed."""
+    resources.callback(random.setstate, random.getstate())
+    resources.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (users' code may draw from it)
+    resources.callback(set_torch_states, torch_states(device), device)  # fork_rng would put them back when collected
+    resources.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    resources.callback(setattr, torch.utils.deterministic, "fill_uninitialized_memory", fills)
+    resources.callback(torch.set_num_threads, torch.get_num_threads())
+    for name in VARIABLES.keys() - os.environ.keys():
+        resources.callback(os.environ.pop, name, None)
+    if device.type == "cpu":
+        torch.set_deterministic_debug_mode("warn")
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def check_packages(config: TrainConfig) -> None:
+    """Raise ValueError, with the fix, for a package that the configuration needs and that cannot be imported."""
+    check_tracker(config.run.tracker)
+    check_optimizer(config.optimizer)
+    resolve_adapters(config.model)
+
+
+def prepare(config: TrainConfig, settings: Settings) -> Run:
+    """Load everything, and make the run's folder or restore the run that it holds; ValueError for the user's errors."""
+    check_packages(config)  # before a folder is made
+    with contextlib.ExitStack() as resources:  # released if the preparation fails
+        compute_in_order(resources, dist.local_device())
+        dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
+        output = dist.run_on_main(lambda: make_folder(config, resources))
+        checkpoint = dist.run_on_main(lambda: find_checkpoint(output, settings))
+        parent = None
+        if checkpoint is None and config.run.fork_from is not None:
+            parent = dist.run_on_main(lambda: find_parent(config.run.fork_from))
+        if not config.run.quiet:
+            print(f"output  {output}", flush=True)  # before anything that takes seconds
+        is_shared = all(dist.gather_objects(output.exists()))
+        require(is_shared, "run.output_dir", "must be in a folder that all nodes share", str(output))
+        run = Run(config, settings, output, resources)
+        if checkpoint is not None:
+            run.checkpointer.resume(checkpoint)
+        if dist.is_main():
+            files.write_text(output / "config.yaml", to_yaml(settings))
+            if not (output / "environment.json").exists():
+                device = str(run.learner.policy.device)
+                files.write_json(output / "environment.json", files.environment(device, dist.world_size()))
+        if parent is not None:
+            run.checkpointer.fork(parent, settings)
+        run.resources = resources.pop_all()
+        return run
+
+
+# --- the command, and the call from Python
+
+
+def print_if_finished(config: RunConfig, settings: Settings) -> dict[str, Any]:
+    """Print and return the summary of a finished run of this configuration; {} without, or if it may be longer."""
+    file = Path(config.output_dir or "") / "summary.json"
+    if config.output_dir is None or not file.exists():
+        return {}
+    changes = check_same(file.parent, settings)
+    if changes.keys() & (switches_with("may grow") | {"data.path"}):
+        return {}  # a resumed run compares the problems of another path
+    summary = files.read_json(file)
+    summary["output_dir"] = str(file.parent)  # it may have been moved
+    summary["best_model"] = str(file.parent / Path(summary["best_model"]).name)
+    print(f"already finished: {file}\n\n{summary_text(summary)}")
+    return summary
+
+
+def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, Any]:
+    """Train, print the result, and return the summary."""
+    if not run.config.run.quiet:
+        print_header(run)
+    if dist.is_main():
+        print_warnings(run.config, run.validator.prompts)
+    with run.resources, run.signals, save_at_end(run):
+        summary = train(run)
+    print(summary_text(summary))
+    return summary
+
+
+@exit_codes(
+    "pspo.train",
+    "begin anew, or with --run.fork_from, under lower --optimizer.microbatch_tokens, --rollout.max_rows or "
+    "--run.validation_limit, or --model.gradient_checkpointing true",
+)
+def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | None = None) -> None:
+    """Train by the command's arguments; exits with 1 if a run fails, 2 for errors of the user, 75 or 130 if stopped."""
+    config, settings = parse(TrainConfig, "pspo.train", args)
+    with user_errors("pspo.train", once=True):
+        dist.init(config.distributed.strategy)
+    with user_errors("pspo.train"):
+        is_finished = dist.run_on_main(lambda: print_if_finished(config.run, settings))
+        run = None if is_finished else prepare(config, settings)
+    if run is not None:
+        run_training(train, run)
+
+
+def train_from_python(
+    train: Callable[[Run], dict[str, Any]],
+    file: str | Path | None,
+    sections: dict[str, Any],
+    on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None,
+) -> dict[str, Any]:
+    """Train by a YAML file and sections of the configuration over it; returns the summary."""
+    try:
+        config, settings = config_from_python(file, check_packages, **sections)
+        dist.init(config.distributed.strategy)
+        summary = dist.run_on_main(lambda: print_if_finished(config.run, settings))
+        if summary:
+            return summary
+        run = prepare(config, settings)
+        run.on_rollout = on_rollout
+        return run_training(train, run)
+    except (ValueError, OSError, Stopped, RunFailed) as error:
+        raise error.with_traceback(None) from None  # frames of this package say nothing, and fill a notebook
