@@ -1,16 +1,15 @@
 """Loss and gradient of all that TRL 1.16 and verl 0.9.1 share with pspo, on the same tensors.
 
-    python3 -m venv trl-env && trl-env/bin/pip install -c constraints.txt -e '.[peers]'
-    trl-env/bin/pip install --target verl-only --no-deps verl==0.9.1     # it wants another transformers than trl
-    PYTHONPATH=verl-only trl-env/bin/python -m benchmarks.conformance   # the tables of conformance.md, 1 minute
+    python3 -m venv peers && . peers/bin/activate && pip install -c constraints.txt -e '.[peers]'
+    pip install --target verl-only --no-deps verl==0.9.1 ...  # and what it imports, as .ci/nightly does
+    PYTHONPATH=verl-only python -m benchmarks.conformance     # the tables of conformance.md, 1 minute
 
 Log-probs are given, float32; the gradient is with respect to them. A minibatch of 8 rows of uneven lengths, one masked
 out and one with advantage 0, is accumulated over 2 microbatches of unequal token counts.
 
 TRL: `GRPOTrainer._compute_loss` of a real trainer whose log-probs are replaced; correction weights and advantages come
 from its `_generate_and_score_completions`, generation replaced. verl: the registered functions of
-`verl.trainer.ppo.core_algos` and `rollout_corr_helper`, from the wheel's files; its packages are not initialised (they
-import ray), and `tensordict`, `verl.workers.config` and the like are stubs.
+`verl.trainer.ppo.core_algos` and `rollout_corr_helper`.
 
 Last, some of TRL's through a whole model, with the log-probs of each library: gradients of its parameters, without
 adapters and with LoRA's, TRL's on a `PeftModel`.
@@ -25,9 +24,8 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from importlib import import_module, metadata, util
+from importlib import metadata
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -40,8 +38,12 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.workers.config import ActorConfig
 
 import pspo_bridge.trl
+import pspo_bridge.verl  # registers its losses
 from pspo import losses as L
 from pspo.config import ModelConfig
 from pspo.losses import Clip
@@ -237,64 +239,24 @@ def trl_loss(here: Ours, loss_type: str, scale: float = 1.0, tokens: int = COUNT
 
 
 WHOLE = {"dp_size": 1, "batch_num_tokens": COUNTS.tokens, "global_batch_size": ROWS, "loss_scale_factor": LIMIT}
-
-
-@dataclass
-class ActorConfig:
-    """Stands for verl's: fields, `get` and the counts of the whole minibatch."""
-
-    clip_ratio: float = 0.2
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float = 3.0
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-    policy_loss: Any = field(default_factory=dict)
-    global_batch_info: dict[str, int] = field(default_factory=lambda: WHOLE)  # of the minibatch
-
-    def get(self, name: str, default: Any) -> Any:
-        return getattr(self, name, default)
-
-
-@cache
-def load_verl() -> tuple[types.ModuleType, types.ModuleType]:
-    """core_algos and rollout_corr_helper, their heavy imports stubbed."""
-    root = Path(next(iter(util.find_spec("verl").submodule_search_locations)))
-    for name in ("verl", "verl.utils", "verl.trainer", "verl.trainer.ppo"):  # as packages without their __init__
-        sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__path__ = [str(root.joinpath(*name.split(".")[1:]))]
-    stubs = {
-        "tensordict": ["TensorDict"], "verl.protocol": ["DataProto"],
-        "verl.utils": ["as_torch_index", "group_mean_std"],
-        "verl.utils.device": ["get_device_name", "get_torch_device"], "verl.trainer.config": ["AlgoConfig"],
-        "verl.trainer.config.algorithm": ["RolloutCorrectionConfig"], "verl.workers": [], "verl.workers.config": [],
-        "verl.workers.config.actor": ["PolicyLossConfig", "ActorConfig"],
-    }  # fmt: skip
-    for name, contents in stubs.items():
-        module = sys.modules.setdefault(name, types.ModuleType(name))
-        vars(module).update({each: type(each, (), {}) for each in contents})
-    sys.modules["verl.workers.config"].ActorConfig = ActorConfig
-    return import_module("verl.trainer.ppo.core_algos"), import_module("verl.trainer.ppo.rollout_corr_helper")
-
-
 VERL_HOW = {"dapo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
 
 
 def verl_weights(b: Batch, correction: str) -> Tensor:
-    _, corrections = load_verl()
     mode, floor = split_floor(correction)
     level, _, constraint = mode.partition("_")
     threshold = CAP if constraint == "truncate" else f"{floor or 1e-30}_{CAP}"
     log_ratio = b["old"] - b["sampler"]
-    return corrections.compute_rollout_correction_weights(log_ratio, b["mask"].float(), level, threshold)[0]
+    return compute_rollout_correction_weights(log_ratio, b["mask"].float(), level, threshold)[0]
 
 
 def verl_loss(here: Ours, name: str, scale: float = 1.0, how: str = "", kl: str = "k3", **values: Any) -> Loss:
     """``how``: verl's own name; ``values``: of the actor's configuration."""
-    core, _ = load_verl()
-    function = core.compute_policy_loss_reinforce if name == "reinforce" else core.get_policy_loss_fn(name)
+    reinforce = core_algos.compute_policy_loss_reinforce  # not registered
+    function = reinforce if name == "reinforce" else core_algos.get_policy_loss_fn(name)
     how = how or VERL_HOW[here.how]
-    config = ActorConfig(**values)
+    values = {"global_batch_info": WHOLE} | values
+    config = ActorConfig(strategy="fsdp", rollout_n=4, use_dynamic_bsz=True, **values)
 
     def loss(b: Batch) -> Tensor:
         mask = b["mask"].float()
@@ -302,9 +264,10 @@ def verl_loss(here: Ours, name: str, scale: float = 1.0, how: str = "", kl: str 
         total, _ = function(b["old"], b["new"], b["advantages"].expand_as(mask), mask, how, config, weights)
         info = config.global_batch_info
         if here.beta:
-            total = total + here.beta * core.agg_loss(core.kl_penalty(b["new"], b["ref"], kl), mask, how, **info)
+            estimate = core_algos.kl_penalty(b["new"], b["ref"], kl)
+            total = total + here.beta * core_algos.agg_loss(estimate, mask, how, **info)
         if here.entropy_coef:
-            total = total - here.entropy_coef * core.agg_loss(b["entropies"], mask, how, **info)
+            total = total - here.entropy_coef * core_algos.agg_loss(b["entropies"], mask, how, **info)
         return scale * total
 
     return loss
@@ -552,7 +515,7 @@ def advantage_table() -> list[tuple[str, Tensor, Tensor]]:
         return trl_scored(make_trainer(**arguments))["advantages"]
 
     def by_verl(name: str, **arguments: Any) -> Tensor:
-        function = getattr(load_verl()[0], f"compute_{name}_outcome_advantage")
+        function = getattr(core_algos, f"compute_{name}_outcome_advantage")
         group = torch.tensor([0] * 4 + [1] * 4).numpy()
         return function(rewards[:, None].clone(), torch.ones(ROWS, 1), group, **arguments)[0][:, 0]
 
@@ -583,8 +546,6 @@ def bridge_table() -> list[tuple[str, list[float]]]:
 
     Losses are compared as shares of the mean |token loss|: losses of both signs cancel, their roundings do not.
     """
-    load_verl()
-    import_module("pspo_bridge.verl")  # now that verl is loaded
     batch = make_batch()
     exact_batch = {name: values.double() if values.is_floating_point() else values for name, values in batch.items()}
     rows = []

@@ -1,9 +1,6 @@
 """verl's own training worker with a loss of pspo, on a CPU, against `pspo.update`: the weights after two epochs.
 
-    pip install --target verl-only --no-deps verl==0.9.1 ray hydra-core omegaconf==2.3.0 antlr4-python3-runtime==4.9.3 \
-        'tensordict<=0.10.0' codetiming pylatexenc torchdata cachetools orjson cloudpickle msgpack pyvers \
-        importlib_metadata zipp jsonschema
-    PYTHONPATH=verl-only python -m benchmarks.verl_worker
+    PYTHONPATH=verl-only python -m benchmarks.verl_worker  # installed as for benchmarks.conformance
 
 FSDP2, one process, gloo, float32, SGD. verl has no platform for a CPU: `Cpu` is one, made of its base class for CUDA.
 Its servers' libraries are stubs, and TRL is hidden, from which verl imports a class that is gone.

@@ -34,12 +34,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.workloads import CPU, WORKLOADS, Workload, model_folder, set_up
-from pspo.config import SYSTEM_PROMPT
-from pspo.model import token_logprobs
-from pspo.rollout import How, PolicySampler, Prompts
+from benchmarks.workloads import CPU, WORKLOADS, Workload, model_folder
+from pspo.config import SYSTEM_PROMPT, LoraConfig, ModelConfig
+from pspo.model import load_policy, load_tokenizer, stop_token_ids, token_logprobs
+from pspo.rollout import How, PolicySampler, Prompts, Sampling, encode_prompts
 from pspo.rollout.engine import EngineSampler
-from pspo.update import update
+from pspo.update import Learner, update
+from pspo.update.optimizers import make_optimizer
 
 SIDES = ("trl", "pspo")
 COLUMNS = ("generate", "old log-probs", "train", "total", "tokens/s", "peak_over_loaded_mb")
@@ -74,41 +75,47 @@ class Clock:
 
 
 def run_pspo(
-    workload: Workload, folder: str, rollouts: int, vllm: bool = False, by_vllm: bool = False, **how: Any
-) -> Records:
-    """Train on a warm-up's rollout and these; ``vllm``: by that comparison's rules, ``how``: of `set_up`."""
-    s = set_up(workload, folder, rollouts, **how)
-    config = s.config
-    sampling = s.sampling
+    workload: Workload, folder: str, rollouts: int, vllm: bool = False, by_vllm: bool = False, dtype: str = "fp32",
+    lora: int = 0, data: str | None = None, device: torch.device = CPU, decoder: str = "pspo",
+) -> Records:  # fmt: skip
+    """Train on a warm-up's rollout and these; ``vllm``: by that comparison's rules, ``by_vllm``: draw by it."""
+    model = ModelConfig(folder, autocast="bf16" if dtype == "bf16" else "none", lora=LoraConfig(rank=lora))
+    tokenizer = load_tokenizer(model)
+    policy = load_policy(model, device)
+    problems = workload.problems(rollouts, data)
+    prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
+    config = workload.config(model, prompts)
+    stop_ids = () if workload.forced or vllm else stop_token_ids(policy, tokenizer)
+    limits = {"max_completion_tokens": workload.tokens, "max_rows": max(256, workload.rows), "decoder": decoder}
+    sampling = Sampling(stop_ids, tokenizer.pad_token_id, **limits)
     engine = None
-    device = s.policy.device
     if vllm:
-        sampling = replace(sampling, stop_ids=(), top_p=1.0, logprobs=True)
+        sampling = replace(sampling, top_p=1.0, logprobs=True)
     if by_vllm:
         from pspo_vllm.vllm import VLLM
 
         config = replace(config, algorithm=replace(config.algorithm, correction="token_truncate", correction_cap=3.0))
         engine = VLLM()
         engine.start(config, PROMPT + workload.tokens, device)
-    learner = s.learner()
+    learner = Learner(policy, make_optimizer(policy, config.optimizer))
     records = []
     loaded = resident_mb()
-    sampler = PolicySampler(s.tokenizer, config.model.autocast)
-    how = How(sampling, s.policy if engine is None else None)
+    sampler = PolicySampler(tokenizer, config.model.autocast)
+    how = How(sampling, policy if engine is None else None)
     if engine is not None:
         sampler = EngineSampler(engine, learner, sampler)
     torch.manual_seed(0)
-    for first in range(0, len(s.prompts), workload.prompts):
+    for first in range(0, len(prompts), workload.prompts):
         clock = Clock(device, wall=vllm)
         rows = slice(first, first + workload.prompts)
         with clock("generate"):
-            rollout = sampler.draw(Prompts(s.problems[rows], s.prompts[rows]), workload.group_size, how)
+            rollout = sampler.draw(Prompts(problems[rows], prompts[rows]), workload.group_size, how)
         with clock("reward"):
-            advantages = workload.advantages(rollout, s.problems[rows])
+            advantages = workload.advantages(rollout, problems[rows])
         record = {"tokens": rollout.tokens, "old log-probs": 0.0, "loaded_mb": loaded}
         if vllm:
             with torch.no_grad():  # not timed
-                expected = token_logprobs(s.policy, *rollout.token_ids, sampling.temperature)
+                expected = token_logprobs(policy, *rollout.token_ids, sampling.temperature)
             apart = (rollout.sampler_logprobs - expected)[rollout.completion_mask].abs().mean()
             record["nats apart"] = apart.item()
         with clock("train"):
@@ -123,7 +130,7 @@ def run_trl(
 ) -> Records:  # fmt: skip
     """The same by TRL's trainer."""
     from datasets import Dataset
-    from peft import LoraConfig
+    from peft import LoraConfig as Adapters
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -157,7 +164,7 @@ def run_trl(
     problems = workload.problems(rollouts, data)
     rows = [{"prompt": [system, {"role": "user", "content": p.prompt}], "gold": int(p.answer)} for p in problems]
     frozen_in_bf16 = lora > 0 and bf16  # as pspo's
-    adapters = LoraConfig(r=lora, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
+    adapters = Adapters(r=lora, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
     trainer = GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if frozen_in_bf16 else torch.float32),
         reward,
@@ -229,20 +236,14 @@ def spread(values: Sequence[float]) -> str:
 
 
 def report(records: dict[str, Records]) -> None:
-    """Print a line for each quantity: every side, and the ratio of its median to the last side's."""
-    *_, last = records
+    """Print a line for each quantity: TRL, pspo, and the ratio of their medians."""
     for key in COLUMNS:
-        values = {side: [record[key] for record in of_side if key in record] for side, of_side in records.items()}
-        if not any(values.values()):
-            continue
-        cells = [f"{side:9} {spread(of_side) if of_side else '-':30}" for side, of_side in values.items()]
-        base = statistics.median(values[last] or [0.0])
-        ratios = [f"{statistics.median(values[side]) / base:.2f}" for side in records if side != last] if base else []
-        print(f"  {key:20} {' '.join(cells)} {' '.join(ratios)}")
-    sums = {side: sum(record["total"] for record in of_side) for side, of_side in records.items()}
-    cells = [f"{side:9} {total:<30.2f}" for side, total in sums.items()]
-    ratios = [f"{total / sums[last]:.2f}" for side, total in sums.items() if side != last]
-    print(f"  {'all counted rollouts':20} {' '.join(cells)} {' '.join(ratios)}")
+        trl, pspo = ([record[key] for record in records[side]] for side in SIDES)
+        base = statistics.median(pspo)
+        ratio = f"{statistics.median(trl) / base:.2f}" if base else ""
+        print(f"  {key:20} trl       {spread(trl):30} pspo      {spread(pspo):30} {ratio}")
+    trl, pspo = (sum(record["total"] for record in records[side]) for side in SIDES)
+    print(f"  {'all counted rollouts':20} trl       {trl:<30.2f} pspo      {pspo:<30.2f} {trl / pspo:.2f}")
 
 
 def main() -> None:

@@ -20,9 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from pspo.config import (
-    SYSTEM_PROMPT,
     AlgorithmConfig,
-    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -30,12 +28,10 @@ from pspo.config import (
     TrainConfig,
 )
 from pspo.losses import Clip
-from pspo.model import load_policy, load_tokenizer, locate, stop_token_ids
-from pspo.rollout import Rollout, Sampling, encode_prompts, group_relative_advantages
+from pspo.model import locate
+from pspo.rollout import Rollout, group_relative_advantages
 from pspo.tasks import load_problems, math_reward
 from pspo.tasks.problem import Problem
-from pspo.update import Learner
-from pspo.update.optimizers import make_optimizer
 
 CPU = torch.device("cpu")
 
@@ -109,6 +105,18 @@ class Workload:
         rewards = self.rewards(ids.tolist(), rollout.texts, golds)
         return group_relative_advantages(torch.tensor(rewards, device=ids.device), self.group_size)
 
+    def config(self, model: ModelConfig, prompts: Sequence[Sequence[int]]) -> TrainConfig:
+        """pspo's of a rollout over such prompts; a microbatch has as many tokens as TRL's rows of the longest have."""
+        longest = max(map(len, prompts))
+        tokens = self.microbatch // self.group_size * longest + self.microbatch * self.tokens
+        return TrainConfig(
+            model=model,
+            rollout=RolloutConfig(prompts=self.prompts, group_size=self.group_size),
+            algorithm=AlgorithmConfig(surrogate=Clip(0.2)),
+            optimizer=OptimizerConfig(lr=self.lr, microbatch_tokens=tokens),
+            run=RunConfig(max_steps=10**9),
+        )
+
 
 WORKLOADS = {
     "tiny": Workload(16, 4, 16, True, Shape(256, 1024, 4, 4, 2, 4096, True, head_dim=64)),
@@ -144,46 +152,3 @@ def model_folder(workload: Workload, model: str | None = None, device: torch.dev
             AutoModelForCausalLM.from_config(config).save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         yield scratch
-
-
-@dataclass(frozen=True)
-class Setup:
-    """pspo's side of a workload."""
-
-    config: TrainConfig
-    tokenizer: Any
-    policy: Any
-    sampling: Sampling
-    problems: list[Problem]
-    prompts: list[list[int]]
-
-    def learner(self) -> Learner:
-        return Learner(self.policy, make_optimizer(self.policy, self.config.optimizer))
-
-
-def set_up(
-    workload: Workload, folder: str, rollouts: int, dtype: str = "fp32", lora: int = 0, data: str | None = None,
-    device: torch.device = CPU, decoder: str = "pspo",
-) -> Setup:  # fmt: skip
-    model = ModelConfig(folder, autocast="bf16" if dtype == "bf16" else "none", lora=LoraConfig(rank=lora))
-    tokenizer = load_tokenizer(model)
-    policy = load_policy(model, device)
-    problems = workload.problems(rollouts, data)
-    prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
-    longest = max(map(len, prompts))
-    tokens = workload.microbatch // workload.group_size * longest + workload.microbatch * workload.tokens
-    config = TrainConfig(
-        model=model,
-        rollout=RolloutConfig(prompts=workload.prompts, group_size=workload.group_size),
-        algorithm=AlgorithmConfig(surrogate=Clip(0.2)),
-        optimizer=OptimizerConfig(lr=workload.lr, microbatch_tokens=tokens),
-        run=RunConfig(max_steps=10**9),
-    )
-    sampling = Sampling(
-        [] if workload.forced else stop_token_ids(policy, tokenizer),
-        tokenizer.pad_token_id,
-        max_completion_tokens=workload.tokens,
-        max_rows=max(256, workload.rows),
-        decoder=decoder,
-    )
-    return Setup(config, tokenizer, policy, sampling, problems, prompts)

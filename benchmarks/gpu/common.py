@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -104,14 +105,23 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
+    start = now(device)
+    function()
+    return now(device) - start
+
+
+def in_turns(sides: dict[str, Callable[[], float]], turns: int = 3) -> dict[str, float]:
+    """The median of what each side returns, called in turns after a call of each."""
+    for run in sides.values():
+        run()
+    values = [{side: run() for side, run in sides.items()} for _ in range(turns)]
+    return {side: statistics.median(turn[side] for turn in values) for side in sides}
+
+
 def timed(function: Callable[[], Any], device: torch.device, repeats: int = 3) -> tuple[float, float]:
     """Median seconds of a call, after a warm-up, and peak memory in GB."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    function()
-    seconds = []
-    for _ in range(repeats):
-        start = now(device)
-        function()
-        seconds.append(now(device) - start)
-    return statistics.median(seconds), peak_memory_gb(device)
+    seconds = in_turns({"": partial(seconds_of, function, device)}, repeats)
+    return seconds[""], peak_memory_gb(device)

@@ -1,7 +1,5 @@
 """What a GPU decides: candidates of `benchmarks.gpu.candidates` in turns with pspo as it is, and vLLM beside both."""
 
-import os
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,19 +15,24 @@ from benchmarks.gpu.candidates import (
     fused_products,
     graphed_training,
 )
-from benchmarks.gpu.common import GPU, GROUP, Measurement, Options, now, random_policy, tiny_prompts
-from benchmarks.gpu.measurements import COUNTED, Load, learner_of, machine, random_rollout, steps
+from benchmarks.gpu.common import GPU, GROUP, Measurement, Options, in_turns, now
+from benchmarks.gpu.measurements import (
+    Load,
+    machine,
+    measure,
+    set_up_decoding,
+    set_up_training,
+    steps,
+    vllm_alone,
+    vllm_pushed,
+)
 from benchmarks.gpu.results import Rows, row
-from benchmarks.vs_trl import run_pspo
-from benchmarks.workloads import Workload, model_folder
-from pspo.config import ModelConfig
 from pspo.model import autocast, token_logprobs
 from pspo.rollout import generate
 from pspo.rollout.graphs import GRAPH_DECODERS, GraphDecoder
 from pspo.update import update
 
 GAIN = 1.2  # times as fast as now, from which a candidate moves into pspo
-TURNS = 3
 
 
 @dataclass(frozen=True)
@@ -48,19 +51,8 @@ class Candidate:
             yield
 
     def at(self, load: Load, seconds: int) -> Measurement:
-        run = partial(self.measure, load=load, candidate=self)
+        run = measure(self.measure, load, candidate=self)
         return Measurement(f"{self.measure.__name__}-{load}-{self.name}", run, seconds, is_candidate=True)
-
-
-def in_turns(sides: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """The median of what each side returns, called in turns after a call of each."""
-    values: dict[str, list[float]] = {side: [] for side in sides}
-    for turn in range(1 + TURNS):
-        for side, run in sides.items():
-            value = run()
-            if turn > 0:
-                values[side].append(value)
-    return {side: statistics.median(of_side) for side, of_side in values.items()}
 
 
 def compared(before: float, after: float, unit: str) -> Rows:
@@ -69,11 +61,8 @@ def compared(before: float, after: float, unit: str) -> Rows:
 
 def decode(options: Options, load: Load, candidate: Candidate) -> Rows:
     """A decoding step now and with a candidate, prefill excluded, and what their log-probs are off the trainer's."""
-    load = load.of(options)
     device = options.device
-    policy = random_policy(options.shape(load.size), ModelConfig(), device)
-    tokenizer, prompts = tiny_prompts(load.rows // GROUP)
-    sampling = load.sampling(tokenizer.pad_token_id, "graphs")
+    policy, tokenizer, prompts, sampling = set_up_decoding(options, load)
     patched = {"now": nullcontext, "with it": candidate.applied}
     decoders: dict[str, GraphDecoder] = {}
     apart = {}
@@ -109,21 +98,16 @@ def decode(options: Options, load: Load, candidate: Candidate) -> Rows:
 
 def train(options: Options, load: Load, candidate: Candidate) -> Rows:
     """An optimizer step now and with a candidate, and how far the candidate's gradient norm is off."""
-    shape = options.shape(load.size)
-    config = load.config()
-    load = load.of(options)
     device = options.device
-    policy = random_policy(shape, config.model, device)
-    learner = learner_of(policy, config)
-    rollout, _ = random_rollout(shape, load)
-    advantages = torch.randn(load.rows)
+    inputs = set_up_training(options, load)
+    learner = inputs[0]
     patched = {"now": nullcontext, "with it": candidate.applied}
     norms = {}
 
     def step(side: str) -> float:
         start = now(device)
-        with patched[side](policy):
-            (metrics,) = update(learner, rollout, advantages, config)
+        with patched[side](learner.policy):
+            (metrics,) = update(*inputs)
         norms.setdefault(side, metrics["grad_norm"])  # of the first step: the weights move a little
         return now(device) - start
 
@@ -132,62 +116,6 @@ def train(options: Options, load: Load, candidate: Candidate) -> Rows:
         *compared(times["now"], times["with it"], "s"),
         row("gradient norm, over the one now", norms["with it"] / norms["now"], least=0.97, most=1.03),
         row("microbatches", learner.microbatch_tokens, "tokens"),  # halved where memory ran out
-    ]
-
-
-# ---------------------------------------------------------------- vLLM
-
-
-def workload_of(options: Options, load: Load) -> Workload:
-    return Workload(load.rows // GROUP, GROUP, load.rows, True, options.shape(load.size), tokens=load.tokens)
-
-
-def vllm_alone(options: Options, load: Load) -> Rows:
-    """Completion tokens per second, prompts included: of vLLM by itself, and of pspo's graphs."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
-
-    load = load.of(options)
-    device = options.device
-    policy = random_policy(options.shape(load.size), ModelConfig(), device)
-    tokenizer, prompts = tiny_prompts(load.rows // GROUP)
-    sampling = load.sampling(tokenizer.pad_token_id, "graphs")
-    with model_folder(workload_of(options, load), device=device) as folder:
-        engine = LLM(folder, dtype="bfloat16", gpu_memory_utilization=0.4, max_model_len=1024, max_num_seqs=load.rows)
-        draws = {"n": GROUP, "temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": load.tokens}
-        params = SamplingParams(**draws, ignore_eos=True, detokenize=False)
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-
-        def by_vllm() -> float:
-            start = now(device)
-            engine.generate(inputs, params, use_tqdm=False)
-            return now(device) - start
-
-        def by_pspo() -> float:
-            start = now(device)
-            with autocast("auto", device):
-                generate(policy, tokenizer, prompts, sampling, GROUP)
-            return now(device) - start
-
-        times = in_turns({"vLLM": by_vllm, "pspo": by_pspo})
-    return [
-        *(row(side, load.rows * load.tokens / seconds, "1/s") for side, seconds in times.items()),
-        row("pspo / vLLM", times["vLLM"] / times["pspo"], "x", least=1),
-    ]
-
-
-def vllm_pushed(options: Options, load: Load) -> Rows:
-    """A rollout by vLLM in a process of its own, with the weights pushed, and its two steps."""
-    load = load.of(options)
-    device = options.device
-    workload = workload_of(options, load)
-    with model_folder(workload, device=device) as folder:
-        _, *records = run_pspo(workload, folder, COUNTED, vllm=True, by_vllm=True, dtype="bf16", device=device)
-    middle = {key: statistics.median(record[key] for record in records) for key in ("generate", "total", "nats apart")}
-    return [
-        row("weights pushed and completions drawn", middle["generate"], "s"),
-        row("rollout and two steps", middle["total"], "s"),
-        row("log-probs, from the policy's in float32 on average", middle["nats apart"], "nats", most=0.1),
     ]
 
 
@@ -214,8 +142,8 @@ DECIDE = [
     LAYERS.at(LARGE, 110),
     GRAPH.at(LARGE, 80),
     *(BOTH.at(load, 80) for load in (WIDE, WIDEST)),
-    *(Measurement(f"vllm-alone-{load}", partial(vllm_alone, load=load), 150, ("vllm", GPU)) for load in (SMALL, WIDE)),
-    Measurement(f"trl-vllm-{SMALL}", partial(steps, load=SMALL, vllm=True), 200, ("trl", "vllm", GPU)),
-    Measurement(f"pushed-{SMALL}", partial(vllm_pushed, load=SMALL), 150, ("vllm", GPU)),
+    *(Measurement(f"vllm-alone-{load}", measure(vllm_alone, load), 150, ("vllm", GPU)) for load in (SMALL, WIDE)),
+    Measurement(f"trl-vllm-{SMALL}", measure(steps, SMALL, vllm=True), 200, ("trl", "vllm", GPU)),
+    Measurement(f"pushed-{SMALL}", measure(vllm_pushed, SMALL), 150, ("vllm", GPU)),
     *(candidate.at(LARGE, 70) for candidate in DECODERS),
 ]

@@ -6,21 +6,34 @@ their arguments.
 """
 
 import gc
+import os
 import statistics
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.gpu.common import GROUP, PEAKS, Options, operations, random_policy, timed, tiny_prompts
+from benchmarks.gpu.common import (
+    GROUP,
+    PEAKS,
+    Options,
+    in_turns,
+    operations,
+    random_policy,
+    seconds_of,
+    timed,
+    tiny_prompts,
+)
 from benchmarks.gpu.correctness import torchrun
 from benchmarks.gpu.results import Rows, row
 from benchmarks.vs_trl import run_pspo, run_trl
-from benchmarks.workloads import Shape, Workload, model_folder
+from benchmarks.workloads import Workload, model_folder
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.files import read_json, read_jsonl
 from pspo.losses import PSPO
@@ -43,21 +56,50 @@ class Load:
     def __str__(self) -> str:
         return f"{self.size}-{self.rows}x{self.tokens}"
 
-    def of(self, options: Options) -> "Load":
-        """Few and short ones in a rehearsal."""
-        return replace(self, rows=2 * GROUP, tokens=6) if options.rehearse else self
+    def workload(self, options: Options, microbatch: int | None = None) -> Workload:
+        shape = options.shape(self.size)
+        return Workload(self.rows // GROUP, GROUP, microbatch or self.rows, True, shape, tokens=self.tokens)
 
-    def sampling(self, pad_id: int, decoder: str) -> Sampling:
-        return Sampling([], pad_id, max_completion_tokens=self.tokens, max_rows=self.rows, decoder=decoder)
 
-    def config(self, microbatch: int | None = None, optimizer: str = "adamw", **model: Any) -> TrainConfig:
-        return TrainConfig(
-            model=ModelConfig(**model),
-            algorithm=AlgorithmConfig(surrogate=PSPO(), epochs=1),
-            rollout=RolloutConfig(prompts=self.rows // GROUP, group_size=GROUP, max_completion_tokens=self.tokens),
-            optimizer=OptimizerConfig(name=optimizer, lr=1e-6, microbatch_tokens=microbatch),
-            run=RunConfig(max_steps=10**9),
-        )
+def measure(function: Callable[..., Rows], load: Load, **how: Any) -> Callable[[Options], Rows]:
+    """The measurement of a load: in a rehearsal of few and short completions."""
+    few = replace(load, rows=2 * GROUP, tokens=6)
+    return lambda options: function(options, few if options.rehearse else load, **how)
+
+
+Decoding = tuple[PreTrainedModel, PreTrainedTokenizerBase, list[list[int]], Sampling]
+Training = tuple[Learner, Rollout, Tensor, TrainConfig]
+
+
+def set_up_decoding(options: Options, load: Load, decoder: str = "graphs") -> Decoding:
+    """What `generate` takes."""
+    policy = random_policy(options.shape(load.size), ModelConfig(), options.device)
+    tokenizer, prompts = tiny_prompts(load.rows // GROUP)
+    limits = {"max_completion_tokens": load.tokens, "max_rows": load.rows}
+    return policy, tokenizer, prompts, Sampling([], tokenizer.pad_token_id, **limits, decoder=decoder)
+
+
+def set_up_training(
+    options: Options, load: Load, microbatch: int | None = None, optimizer: str = "adamw", **model: Any
+) -> Training:
+    """What `update` takes: a rollout of random completions of word problems; microbatches of the size of a run's."""
+    config = TrainConfig(
+        model=ModelConfig(**model),
+        algorithm=AlgorithmConfig(surrogate=PSPO(), epochs=1),
+        rollout=RolloutConfig(prompts=load.rows // GROUP, group_size=GROUP, max_completion_tokens=load.tokens),
+        optimizer=OptimizerConfig(name=optimizer, lr=1e-6),
+        run=RunConfig(max_steps=10**9),
+    )
+    shape = options.shape(load.size)
+    policy = random_policy(shape, config.model, options.device)
+    tokens = microbatch or default_microbatch_tokens(policy, config.model.gradient_checkpointing)
+    learner = Learner(policy, make_optimizer(policy, config.optimizer), microbatch_tokens=tokens)
+    tokenizer, prompts = tiny_prompts(load.rows // GROUP)
+    ids, mask = (part.repeat_interleave(GROUP, dim=0) for part in left_pad(prompts, tokenizer.pad_token_id))
+    completions = torch.randint(shape.vocab, (load.rows, load.tokens))
+    every = torch.ones_like(completions, dtype=torch.bool)
+    rollout = Rollout(ids, mask, completions, every, every[:, 0], [""] * load.rows)
+    return learner, rollout, torch.randn(load.rows), config
 
 
 def bandwidth(options: Options) -> float:
@@ -84,11 +126,8 @@ def machine(options: Options) -> Rows:
 def decode(options: Options, load: Load, decoder: str) -> Rows:
     """A decoding step, prefill excluded, and the least time: weights, keys and values read once."""
     shape = options.shape(load.size)
-    load = load.of(options)
     device = options.device
-    policy = random_policy(shape, ModelConfig(), device)
-    tokenizer, prompts = tiny_prompts(load.rows // GROUP)
-    sampling = load.sampling(tokenizer.pad_token_id, decoder)
+    policy, tokenizer, prompts, sampling = set_up_decoding(options, load, decoder)
 
     def run(tokens: int) -> None:
         with autocast("auto", device):
@@ -109,35 +148,14 @@ def decode(options: Options, load: Load, decoder: str) -> Rows:
     ]
 
 
-def learner_of(policy: PreTrainedModel, config: TrainConfig) -> Learner:
-    """A learner with microbatches of the size that a run takes."""
-    by_memory = default_microbatch_tokens(policy, config.model.gradient_checkpointing)
-    tokens = config.optimizer.microbatch_tokens or by_memory
-    return Learner(policy, make_optimizer(policy, config.optimizer), microbatch_tokens=tokens)
-
-
-def random_rollout(shape: Shape, load: Load) -> tuple[Rollout, list[int]]:
-    """A rollout of random completions of word problems, and the lengths of its prompts."""
-    tokenizer, prompts = tiny_prompts(load.rows // GROUP)
-    ids, mask = (part.repeat_interleave(GROUP, dim=0) for part in left_pad(prompts, tokenizer.pad_token_id))
-    completions = torch.randint(shape.vocab, (load.rows, load.tokens))
-    every = torch.ones_like(completions, dtype=torch.bool)
-    rollout = Rollout(ids, mask, completions, every, every[:, 0], [""] * load.rows)
-    return rollout, [len(prompt) for prompt in prompts]
-
-
 def train(options: Options, load: Load, **switches: Any) -> Rows:
     """One optimizer step on a random rollout; MFU counts the operations needed, each prompt once, causal attention."""
     shape = options.shape(load.size)
-    config = load.config(**switches)
-    load = load.of(options)
     device = options.device
-    policy = random_policy(shape, config.model, device)
-    learner = learner_of(policy, config)
-    rollout, lengths = random_rollout(shape, load)
-    advantages = torch.randn(load.rows)
-    seconds, memory = timed(partial(update, learner, rollout, advantages, config), device)
+    learner, rollout, *rest = set_up_training(options, load, **switches)
+    seconds, memory = timed(partial(update, learner, rollout, *rest), device)
 
+    lengths = rollout.prompt_mask.sum(dim=1)[::GROUP].tolist()
     predicted = load.rows * load.tokens
     pairs = sum(n * n / 2 + GROUP * load.tokens * (n + load.tokens / 2) for n in lengths)
     rate = 3 * operations(shape, sum(lengths) + predicted, pairs, predicted) / seconds
@@ -163,14 +181,12 @@ COUNTED = 2  # rollouts after the warm-up
 
 def steps(options: Options, load: Load, vllm: bool = False) -> Rows:
     """A rollout with its two optimizer steps, from the same random weights: seconds and memory of both sides."""
-    load = load.of(options)
     device = options.device
     microbatch = GROUP
     found = {}
     while 2 * microbatch <= min(load.rows, MICROBATCH // (PROMPT + load.tokens)):
         microbatch *= 2
-    shape = options.shape(load.size)
-    workload = Workload(load.rows // GROUP, GROUP, microbatch, forced=True, shape=shape, tokens=load.tokens)
+    workload = load.workload(options, microbatch)
     how = {"dtype": "bf16" if device.type == "cuda" else "fp32", "device": device, "vllm": vllm}
     with model_folder(workload, device=device) as folder:
         for side, run in (("pspo", partial(run_pspo, decoder="graphs")), ("TRL", run_trl)):
@@ -186,6 +202,47 @@ def steps(options: Options, load: Load, vllm: bool = False) -> Rows:
         row("TRL / pspo", found["TRL"][0] / found["pspo"][0], least=goal),
         row("pspo, peak memory", found["pspo"][1], "GB"),
         row("TRL, peak memory of torch's tensors", found["TRL"][1], "GB"),
+    ]
+
+
+def vllm_alone(options: Options, load: Load) -> Rows:
+    """Completion tokens per second, prompts included: of vLLM by itself, and of pspo's graphs."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    device = options.device
+    policy, tokenizer, prompts, sampling = set_up_decoding(options, load)
+    with model_folder(load.workload(options), device=device) as folder:
+        engine = LLM(folder, dtype="bfloat16", gpu_memory_utilization=0.4, max_model_len=1024, max_num_seqs=load.rows)
+        draws = {"n": GROUP, "temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": load.tokens}
+        params = SamplingParams(**draws, ignore_eos=True, detokenize=False)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+
+        def by_vllm() -> None:
+            engine.generate(inputs, params, use_tqdm=False)
+
+        def by_pspo() -> None:
+            with autocast("auto", device):
+                generate(policy, tokenizer, prompts, sampling, GROUP)
+
+        times = in_turns({"vLLM": partial(seconds_of, by_vllm, device), "pspo": partial(seconds_of, by_pspo, device)})
+    return [
+        *(row(side, load.rows * load.tokens / seconds, "1/s") for side, seconds in times.items()),
+        row("pspo / vLLM", times["vLLM"] / times["pspo"], "x", least=1),
+    ]
+
+
+def vllm_pushed(options: Options, load: Load) -> Rows:
+    """A rollout by vLLM in a process of its own, with the weights pushed, and its two steps."""
+    device = options.device
+    workload = load.workload(options)
+    with model_folder(workload, device=device) as folder:
+        _, *records = run_pspo(workload, folder, COUNTED, vllm=True, by_vllm=True, dtype="bf16", device=device)
+    middle = {key: statistics.median(record[key] for record in records) for key in ("generate", "total", "nats apart")}
+    return [
+        row("weights pushed and completions drawn", middle["generate"], "s"),
+        row("rollout and two steps", middle["total"], "s"),
+        row("log-probs, from the policy's in float32 on average", middle["nats apart"], "nats", most=0.1),
     ]
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from benchmarks.gpu.common import GPU, Measurement
 from benchmarks.gpu.correctness import decoders, logprobs, ranks_on_one_gpu, ratios, resume, sampler
 from benchmarks.gpu.decide import DECIDE
-from benchmarks.gpu.measurements import Load, decode, machine, ranks, steps, train
+from benchmarks.gpu.measurements import Load, decode, machine, measure, ranks, steps, train
 
 LOADS = [
     *(Load(size, 128, 128) for size in ("0.5B", "1.5B", "135M")),
@@ -26,10 +26,10 @@ def of_load(load: Load) -> list[Measurement]:
     """Decoding by each decoder, training, and whole steps beside TRL's."""
     costs = {"graphs": 40, "pspo": 60, "hf": 90}
     return [
-        *(Measurement(f"decode-{load}-{decoder}", partial(decode, load=load, decoder=decoder), seconds)
+        *(Measurement(f"decode-{load}-{decoder}", measure(decode, load, decoder=decoder), seconds)
           for decoder, seconds in costs.items()),
-        Measurement(f"train-{load}", partial(train, load=load)),
-        Measurement(f"trl-{load}", partial(steps, load=load), 150, ("trl",)),
+        Measurement(f"train-{load}", measure(train, load)),
+        Measurement(f"trl-{load}", measure(steps, load), 150, ("trl",)),
     ]  # fmt: skip
 
 
@@ -49,7 +49,7 @@ PARTS = {
     "speed": [
         Measurement("machine", machine, 20),
         *of_load(BASE),
-        *(Measurement(f"train-{BASE}-{name}", partial(train, load=BASE, **how), 90, NEEDS.get(name, ()))
+        *(Measurement(f"train-{BASE}-{name}", measure(train, BASE, **how), 90, NEEDS.get(name, ()))
           for name, how in VARIANTS.items()),
         *(measurement for load in LOADS[1:] for measurement in of_load(load)),
     ],
@@ -61,7 +61,7 @@ PARTS = {
         Measurement("ranks-ddp", partial(ranks, strategy="ddp"), 120, (GPU,)),
     ],
     "vllm": [
-        Measurement(f"vllm-{load}", partial(steps, load=load, vllm=True), 200, ("trl", "vllm", GPU)) for load in LOADS
+        Measurement(f"vllm-{load}", measure(steps, load, vllm=True), 200, ("trl", "vllm", GPU)) for load in LOADS
     ],
     "decide": DECIDE,
 }  # fmt: skip
