@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pspo.cli.values import class_names
 from pspo.losses import Surrogate, token_weights
-from pspo_lab.runs import LabRun, Runs
+from pspo_lab.runs import LabRun, Runs, grouped
 from pspo_lab.settings import ARGUMENT, SURROGATE, Setting, Switches, make_setting
 
 RATIOS = np.exp(np.linspace(-2.5, 2.5, 201))  # of the surrogates' curves
@@ -94,10 +94,8 @@ def has_clipped(run: LabRun) -> bool:
 def describe_identities(runs: Runs) -> Iterator[str]:
     """A sentence for each set of settings that are one algorithm."""
     clipped = {run.setting for run in runs.labels if has_clipped(run)}
-    algorithms: dict[Setting, dict[str, None]] = {}
-    for run, label in runs.labels.items():
-        algorithms.setdefault(canonical(run, run.setting in clipped), {})[label] = None
-    for *others, last in algorithms.values():
+    for alike in grouped(runs.labels, lambda run: canonical(run, run.setting in clipped)).values():
+        *others, last = dict.fromkeys(runs.labels[run] for run in alike)
         if others:
             text = f"{', '.join(others)} and {last} are one algorithm here: the gradients of their losses are "
             text += "equal up to a factor, which changes no step of AdamW while no norm is clipped. "

@@ -21,7 +21,7 @@ from pspo.tasks.files import local_path
 from pspo.terminal import one_line
 from pspo_lab.figures import draw_curves
 from pspo_lab.identities import describe_identities
-from pspo_lab.runs import LabRun, Runs, read_runs, run_folders
+from pspo_lab.runs import Runs, grouped, read_runs, run_folders
 from pspo_lab.settings import DATA, MODEL, shared_sentence
 from pspo_lab.tables import DIFFERENCES, NOTES, Cell, Value, main_values, make_cells, noise_floor, table_texts, tables
 
@@ -35,9 +35,7 @@ MARKDOWN = re.compile(
 
 def split_tasks(runs: Runs) -> dict[str, Runs]:
     """By title: the runs of one model on the same training data, and the evaluations of all other models."""
-    parts: dict[tuple[str, str], list[LabRun]] = {}
-    for run in runs.labels:
-        parts.setdefault((run.switches[MODEL], run.switches[DATA]), []).append(run)
+    parts = grouped(runs.labels, lambda run: (run.switches[MODEL], run.switches[DATA]))
     tasks = {f"{model} on {data}": runs.compared(parts[model, data], {model}) for model, data in sorted(parts)}
     if others := {test.model for test in runs.untrained} - {model for model, _ in parts}:
         tasks["Other evaluations"] = runs.compared([], others)

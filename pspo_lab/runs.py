@@ -8,13 +8,13 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -25,6 +25,7 @@ from pspo.tasks.files import local_path
 from pspo.terminal import one_line
 from pspo_lab.settings import DATA, MODEL, SEED, Configs, Setting, Switches, make_labels, make_setting, read_switches
 
+Item = TypeVar("Item")
 STAGES = ("before", "after", "final")  # of a run: its model before training, the returned and the last one
 
 
@@ -106,6 +107,14 @@ class Runs:
     def rollouts(self) -> pd.DataFrame:
         """`LabRun.rollouts` of all runs, with their name as run."""
         return pd.concat([run.rollouts().assign(run=run.name) for run in self.labels])
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    """The items by their key, in order."""
+    groups: dict[Any, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def warn(line: str) -> None:

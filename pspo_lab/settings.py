@@ -7,7 +7,6 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -110,7 +109,7 @@ def default_arguments(class_path: str) -> Switches:
     return {name: parameter.default for name, parameter in parameters.items()}
 
 
-def make_labels(configs: Configs) -> dict[str, str]:
+def make_labels(configs: Configs) -> dict[Any, str]:
     """Name of each run's setting: its surrogate, and the switches in which these runs differ, unless at their default.
 
     A surrogate's arguments come first, all that are not at their default, which is unknown for a class of a user's. A
@@ -119,7 +118,11 @@ def make_labels(configs: Configs) -> dict[str, str]:
     short = short_names(configs)
     names = [name for name in sorted(short) if name.startswith(ARGUMENT)]
     names += [name for name in differing(configs) if not name.startswith(ARGUMENT)]
-    value_text = {name: text_function([switches.get(name) for switches in configs.values()]) for name in names}
+    value_text = {}
+    for name in names:
+        values = {switches.get(name) for switches in configs.values()}
+        is_told_apart = len(set(map(short_value, values))) == len(values)
+        value_text[name] = short_value if is_told_apart else str
     method = methods(configs)
     texts = {}
     for run, switches in configs.items():
@@ -131,7 +134,7 @@ def make_labels(configs: Configs) -> dict[str, str]:
     return texts
 
 
-def methods(configs: Configs) -> dict[str, str]:
+def methods(configs: Configs) -> dict[Any, str]:
     """Name of each run's surrogate, with its module where two have one name."""
     paths = {run: switches[SURROGATE] for run, switches in configs.items()}
     names = {path: path.rpartition(".")[2] for path in paths.values()}
@@ -164,11 +167,6 @@ def short_names(configs: Configs) -> dict[str, str]:
     words = {name: name.rpartition(".")[2] for switches in configs.values() for name in switches}
     count = Counter(word for name, word in words.items() if not name.startswith(ARGUMENT))
     return {name: word if name.startswith(ARGUMENT) or count[word] == 1 else name for name, word in words.items()}
-
-
-def text_function(values: list[Any]) -> Callable[[Any], str]:
-    """How labels write a switch's values: short where that tells them apart."""
-    return short_value if len(set(map(short_value, values))) == len(set(values)) else str
 
 
 def short_value(value: Any) -> str:

@@ -13,7 +13,7 @@ from scipy.stats import t
 
 from pspo.terminal import one_line
 from pspo_lab.power import Estimate, estimate
-from pspo_lab.runs import STAGES, LabRun, Runs, TestResult, read_problems, skip_unreadable
+from pspo_lab.runs import STAGES, LabRun, Runs, TestResult, grouped, read_problems, skip_unreadable
 from pspo_lab.settings import make_setting, methods
 
 BASELINES = ("Clip", "NoClip")  # of the paired differences
@@ -214,11 +214,8 @@ class Cell:
 
 def make_cells(values: Iterable[Value]) -> list[Cell]:
     """A cell for each row and column that has values."""
-    groups: dict[tuple[str, Column], list[Value]] = {}
-    for value in values:
-        groups.setdefault((value.row, value.column), []).append(value)
     cells = []
-    for (row, column), seeds in groups.items():
+    for (row, column), seeds in grouped(values, lambda value: (value.row, value.column)).items():
         mean = float(np.mean([value.value for value in seeds]))
         interval = seeds[0].interval if len(seeds) == 1 else None
         found = None
@@ -268,9 +265,7 @@ def add_holm(differences: Sequence[Cell]) -> list[Cell]:
 def table_texts(title: str, cells: Sequence[Cell]) -> dict[str, str]:
     """A table in 100 columns, by test, or of differences by column."""
     make_table = difference_table if title == DIFFERENCES else value_table
-    parts: dict[str, list[Cell]] = {}
-    for cell in cells:
-        parts.setdefault(str(cell.column) if title == DIFFERENCES else cell.column.test, []).append(cell)
+    parts = grouped(cells, lambda cell: str(cell.column) if title == DIFFERENCES else cell.column.test)
     frames = {part: make_table(of_part).rename(index=one_line, columns=one_line) for part, of_part in parts.items()}
     return {part: frame.to_string(line_width=100) for part, frame in frames.items()}
 

@@ -42,8 +42,8 @@ from pspo.token_table import COLUMNS, TOKENS
 from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
 from pspo_lab.identities import RATIOS, make_surrogate, token_curve
-from pspo_lab.runs import LabRun, Runs, read_runs, run_folders, skip_unreadable, warn
-from pspo_lab.settings import DATA, MODEL, SURROGATE, Setting, differing, methods, short_names
+from pspo_lab.runs import LabRun, Runs, grouped, read_runs, run_folders, skip_unreadable, warn
+from pspo_lab.settings import DATA, MODEL, SURROGATE, differing, methods, short_names
 from pspo_lab.tables import mean_over_seeds
 
 FOLDER = Path(__file__).parent / "page"
@@ -83,9 +83,7 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
 
 def setting_curves(runs: Runs) -> Iterator[Record]:
     """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
-    members: dict[Setting, list[LabRun]] = {}
-    for run in runs.labels:
-        members.setdefault(run.setting, []).append(run)
+    members = grouped(runs.labels, lambda run: run.setting)
     number = {run.name: i for i, seeds in enumerate(members.values()) for run in seeds}
     method = methods(runs.configs)
     colours = method_colours(method.values())

@@ -74,10 +74,11 @@ def render(results: dict[str, Any]) -> str:
 
 def write_results(output: Path, config: EvaluateConfig, settings: Settings, results: dict[str, Evaluation]) -> None:
     """Write the folder, and print the results, which are by temperature."""
-    validation = Path(config.model.name_or_path, "validation.json")  # of a run's best model
+    model = Path(config.model.name_or_path)
+    steps = ((model / "validation.json", "step"), (model.parent / "summary.json", "optimizer_steps"))  # if a run's
     record = {
         "model": config.model.name_or_path,
-        "step": files.read_json(validation)["step"] if validation.is_file() else None,
+        "step": next((files.read_json(file).get(name) for file, name in steps if file.is_file()), None),
         "data": config.data.name,
         "split": config.eval.split,
         "n": len(next(iter(results.values())).problems),
