@@ -176,35 +176,46 @@ def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: i
         return error
 
 
+def group_values(
+    function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
+) -> tuple[Result, Exception | None]:
+    """`reward_values` by a call for each group, in worker processes if there are any."""
+    calls = []
+    for start in range(0, n, group_size):
+        rows = slice(start, start + group_size)
+        inputs = {key: value[rows] if isinstance(value, list) else value for key, value in arguments.items()}
+        calls.append((function, inputs, group_size))
+    if scoring.in_workers:
+        results = worker_pool(max(scoring.workers, 1)).map(call_reward, calls, scoring.timeout)
+    else:
+        results = [attempt_reward(*call) for call in calls]
+    first_error = next((result for result in results if isinstance(result, Exception)), None)
+    if first_error is not None and scoring.on_error == "raise":
+        is_late = isinstance(first_error, TimeoutError)
+        raise TimeoutError(f"reward {reward_name(function)} {first_error}") if is_late else first_error
+    whole = Result([math.nan] * n, {})
+    for start, result in zip(range(0, n, group_size), results, strict=True):
+        if isinstance(result, Result):
+            whole.values[start : start + group_size] = result.values
+            for key, column in result.logged.items():
+                whole.logged.setdefault(key, [None] * n)[start : start + group_size] = column
+    return whole, first_error
+
+
 def reward_values(
     function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
 ) -> tuple[Result, Exception | None]:
     """A reward of n completions, and the first error under on_error "none": a group whose call fails is unknown (NaN).
 
-    Worker processes get a group at a time. Without them it is called once, and if that fails, group by group.
+    It is called once; by workers, or once that has failed, group by group.
     """
-    for size in [group_size] if scoring.in_workers else [n, group_size]:
-        calls = []
-        for start in range(0, n, size):  # what is no list is for all
-            rows = {key: v[start : start + size] if isinstance(v, list) else v for key, v in arguments.items()}
-            calls.append((function, rows, size))
-        if scoring.in_workers:
-            results = worker_pool(max(scoring.workers, 1)).map(call_reward, calls, scoring.timeout)
-        else:
-            results = [attempt_reward(*call) for call in calls]
-        error = next((result for result in results if isinstance(result, Exception)), None)
-        if error is None:
-            break
-        if scoring.on_error == "raise":
-            is_late = scoring.in_workers and isinstance(error, TimeoutError)
-            raise TimeoutError(f"reward {reward_name(function)} {error}") if is_late else error
-    whole = Result([math.nan] * n, {})
-    for start, result in zip(range(0, n, size), results, strict=True):
-        if isinstance(result, Result):
-            whole.values[start : start + size] = result.values
-            for key, column in result.logged.items():
-                whole.logged.setdefault(key, [None] * n)[start : start + size] = column
-    return whole, error
+    if not scoring.in_workers:
+        try:
+            return call_reward(function, arguments, n), None
+        except Exception:  # a user's code may raise anything
+            if scoring.on_error == "raise":
+                raise
+    return group_values(function, arguments, n, group_size, scoring)
 
 
 def unique_name(name: str, taken: Collection[str]) -> str:

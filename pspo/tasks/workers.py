@@ -48,7 +48,7 @@ def run_process(module: str, descriptor: int, arguments: tuple[int, ...]) -> Non
 class WorkerPool:
     """Python processes, each with a thread that waits for it; of up to ``memory`` bytes, unless that is 0."""
 
-    def __init__(self, number: int, memory: int) -> None:
+    def __init__(self, number: int, memory: int = 0) -> None:
         self.memory = memory
         self.threads = ThreadPoolExecutor(number)  # a process ends with its thread
         self.by_thread: dict[int, tuple[subprocess.Popen, Connection]] = {}
@@ -80,9 +80,7 @@ class WorkerPool:
         return TimeoutError(f"took longer than {timeout:g} seconds")
 
 
-@cache
-def worker_pool(number: int, memory: int = 0) -> WorkerPool:
-    return WorkerPool(number, memory)
+worker_pool = cache(WorkerPool)  # one for a number and memory
 
 
 def serve(connection: Connection, memory: int) -> None:
