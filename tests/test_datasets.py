@@ -164,8 +164,6 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path):
     datasets.DatasetDict(train=table, test=table.select([1, 3])).save_to_disk(tmp_path / "two")
     train, validation, test = (load_problems("file", split, tmp_path / "two", answer_kind="text") for split in SPLITS)
     assert (sorted(answers(train + validation)), answers(test)) == (golds, ["yes", "yes"])
-    write_jsonl(tmp_path / "two/validation.jsonl", numbered(1))  # a user's, beside them
-    assert answers(load_problems("file", "validation", tmp_path / "two", answer_kind="text")) == ["0"]
     table.to_parquet(tmp_path / "own.parquet")
     problems = load_problems("file", "test", tmp_path / "own.parquet", answer_kind="text")
     assert answers(problems) == ["no", "yes"] * 20

@@ -27,7 +27,6 @@ SPLIT_WORDS |= dict.fromkeys(("valid", "val", "dev"), "validation")
 GENERATED_SIZES = {"train": 10_000, "validation": 500, "test": 500}  # without a limit
 ENOUGH_TO_HOLD_OUT = 50  # problems
 FEW = 0.1  # of the answers are of another kind than the others
-ABOUT_TABLES = ("dataset_dict.json", "dataset_info.json", "state.json")  # of `Dataset.save_to_disk`
 
 
 @dataclass(frozen=True)
@@ -149,21 +148,27 @@ def group_by_split(parts: list[Part], splits: dict[str, str]) -> dict[str, list[
     return groups
 
 
-def local_parts(path: Path, skip: str = "") -> list[Part]:
-    """A file; or the files of a folder by their place, hidden ones and those with ``skip`` in their path left out.
+def table_parts(tables: dict[str, Any], place: str) -> list[Part]:
+    """Tables of `datasets` by split; an image is bytes, no object here."""
+    rows = {split: files.table_records(table.with_format("arrow")[:]) for split, table in tables.items()}
+    return [Part(split, f"{place} {split}", records) for split, records in rows.items()]
 
-    Of a folder by `Dataset.save_to_disk` these are the tables, without caches of later operations.
-    """
+
+def local_parts(path: Path, skip: str = "") -> list[Part]:
+    """A file; what `save_to_disk` wrote; or a folder's files, without hidden ones and those with ``skip`` in their path."""
     if path.is_file() and files.file_format(path):
         return [Part(path.name, str(path), files.read_records(path))]
-    is_saved = any(path.rglob("*.arrow"))
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        import datasets  # slow to import
+
+        tables = datasets.load_from_disk(path)
+        return table_parts(tables if isinstance(tables, dict) else {path.name: tables}, str(path))
     parts = []
     for file in sorted(path.rglob("*")):
         place = file.relative_to(path)
         is_hidden = any(part.startswith(".") for part in place.parts)
-        is_about_tables = is_saved and (file.name in ABOUT_TABLES or file.name.startswith("cache-"))
         is_skipped = skip and skip in str(place)
-        if files.file_format(file) and not is_hidden and not is_about_tables and not is_skipped:
+        if files.file_format(file) and not is_hidden and not is_skipped:
             parts.append(Part(str(place), str(file), files.read_records(file)))
     if not parts:
         raise ValueError(f"{path} holds no {', '.join(files.READERS)} file; check --data.path")
@@ -201,12 +206,11 @@ def hub_parts(source: Source) -> list[Part]:
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             fix = "check --data.name and --data.hub, or set --data.path"
             raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
-        for split in source.splits or tables:
+        for split in source.splits:
             if split not in tables:
                 raise ValueError(f"--data.hub: {source.hub_id} has no split {split!r}, only {', '.join(tables)}")
-            place = " ".join(filter(None, (source.hub_id, config, split)))
-            rows = files.table_records(tables[split].with_format("arrow")[:])  # an image is bytes, no object here
-            parts.append(Part(split, place, rows))
+        named = {split: tables[split] for split in source.splits or tables}
+        parts += table_parts(named, f"{source.hub_id} {config}" if config else source.hub_id)
     return parts
 
 

@@ -1,4 +1,4 @@
-"""Readers of local files, compressed or not: JSON lines, JSON, CSV, parquet, arrow and ASDiv's XML, as rows.
+"""Readers of local files, compressed or not: JSON lines, JSON, CSV, parquet and ASDiv's XML, as rows.
 
 Not by `datasets`, because gold answers keep their decimal digits: 0.1 in a JSON file is the text `0.1`.
 """
@@ -187,12 +187,6 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     return table_records(pyarrow.parquet.ParquetFile(path).read())
 
 
-def _read_arrow(path: Path) -> Iterator[Record]:
-    import pyarrow  # slow to import
-
-    return table_records(pyarrow.ipc.open_stream(path.read_bytes()).read_all())
-
-
 def _read_asdiv_xml(path: Path) -> Iterator[Record]:
     for problem in ElementTree.parse(path).getroot().iter("Problem"):
         columns = {child.tag.lower().replace("-", "_"): "".join(child.itertext()) for child in problem}  # as on the hub
@@ -204,6 +198,5 @@ READERS: dict[str, Callable[[Path], Iterable[Any]]] = {
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
     ".xml": _read_asdiv_xml,
 }
