@@ -155,7 +155,7 @@ def table_parts(tables: dict[str, Any], place: str) -> list[Part]:
 
 
 def local_parts(path: Path, skip: str = "") -> list[Part]:
-    """A file; what `save_to_disk` wrote; or a folder's files, without hidden ones and those with ``skip`` in their path."""
+    """A file, what `save_to_disk` wrote, or a folder's files: not hidden ones, nor with ``skip`` in their path."""
     if path.is_file() and files.file_format(path):
         return [Part(path.name, str(path), files.read_records(path))]
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
