@@ -296,10 +296,7 @@ def read_split(data: DataSpec, source: Source, split: str, path: Path | None) ->
 
 
 def parse_answers(problems: Sequence[Problem], kind: AnswerKind, is_assumed: bool, place: str) -> list[Problem]:
-    """Turn gold answers from text into the kind; problems without one are left out, and counted in a line.
-
-    ValueError if none is left, or if many have texts and the kind was assumed.
-    """
+    """Turn gold answers from text into the kind, without problems that have none; ValueError if these are too many."""
     if kind == "none":
         return [replace(problem, answer=None) for problem in problems]
     texts = [str(problem.answer) for problem in problems]
@@ -353,5 +350,4 @@ def read_problems(data: DataSpec, split: str) -> list[Problem]:
         problems = [problems[i] for i in sorted(sample)]
     problems = problems[: data.limit]
     names = dict.fromkeys(name for problem in problems for name in problem.fields)
-    missing = [{name: None for name in names if name not in problem.fields} for problem in problems]
-    return [replace(problem, fields=problem.fields | gaps) for problem, gaps in zip(problems, missing, strict=True)]
+    return [replace(each, fields=each.fields | {name: each.fields.get(name) for name in names}) for each in problems]

@@ -5,7 +5,6 @@ import contextlib
 import inspect
 import itertools
 import math
-import reprlib
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -98,9 +97,8 @@ def judges(functions: Sequence[Callable[..., Any]], answer: Any) -> bool:
 
 def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Problem]) -> None:
     """Raise RewardError if a reward asks for something that there is not, or cannot score these problems' answers."""
-    inputs: dict[str, Any] = {"completions": [""], "completion_ids": [[]], "problems": problems[:1]}
-    inputs |= dict.fromkeys(("completion_tokens", "truncated", "step", "max_completion_tokens"))
-    inputs = all_inputs(inputs)
+    drawn = dict.fromkeys(("completion_ids", "completion_tokens", "truncated", "step", "max_completion_tokens"))
+    inputs = all_inputs({"completions": [""], "problems": problems[:1]} | drawn)
     for function in functions:
         if isinstance(function, Reward):
             function.check_problems(problems)
@@ -129,7 +127,7 @@ def finite_number(value: Any, giver: str) -> float:
     except (OverflowError, RuntimeError, TypeError, ValueError):
         number = math.nan
     if not abs(number) <= LARGEST:
-        raise RewardError(f"{giver} returned {reprlib.repr(value)}; it must be a number up to {LARGEST:g}")
+        raise RewardError(f"{giver} returned {value!r:.80}; it must be a number up to {LARGEST:g}")
     return number
 
 
@@ -160,7 +158,7 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
         raise RewardError(f"{name} called sys.exit({error.code!r})") from error
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
-        raise RewardError(f"{name} returned {reprlib.repr(values)}; it must return a list of numbers")
+        raise RewardError(f"{name} returned {values!r:.80}; it must return a list of numbers")
     for what, column in [("returned", values), *columns.items()]:
         if len(column) != n:
             raise RewardError(f"{name}: {what}: {len(column)} values for {n} completions")
