@@ -82,10 +82,6 @@ class Runs:
     labels: dict[LabRun, str]  # by run the name of its setting, among those it is compared with
     untrained: list[TestResult]
 
-    def take(self, runs: Iterable[LabRun]) -> "Runs":
-        """These runs, in this order."""
-        return Runs({run: self.labels[run] for run in runs}, self.untrained)
-
     def compared(self, runs: Iterable[LabRun], models: Container[str]) -> "Runs":
         """These runs, named by what tells them apart, and the tests of these models."""
         untrained = [test for test in self.untrained if test.model in models]
@@ -102,7 +98,7 @@ class Runs:
     @cached_property
     def finished(self) -> "Runs":
         """The runs that have a summary."""
-        return self.take([run for run in self.labels if run.summary])
+        return Runs({run: label for run, label in self.labels.items() if run.summary}, self.untrained)
 
     def rollouts(self) -> pd.DataFrame:
         """`LabRun.rollouts` of all runs, with their name as run."""
@@ -174,7 +170,7 @@ def sort_runs(runs: list[LabRun], untrained: list[TestResult]) -> Runs:
         if other is not run:
             warn(f"{run.name}: the same setting and seed as {other.name}, whatever code it ran; left out")
             other.experiments.extend(run.experiments)
-    return Runs(labels, untrained).take(first.values())
+    return Runs({run: labels[run] for run in first.values()}, untrained)
 
 
 def read_metrics(folder: Path) -> pd.DataFrame:
