@@ -240,27 +240,26 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "placements") else tensor
 
 
+def gather_shards(value: Any) -> Any:
+    """The value, a dict however nested, with its sharded tensors whole on rank 0's CPU, and None elsewhere."""
+    if isinstance(value, dict):
+        return {name: gather_shards(part) for name, part in value.items()}
+    if not hasattr(value, "placements"):
+        return value
+    whole = value.full_tensor()  # by all ranks
+    return whole.cpu() if is_main() else None
+
+
 def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
     """Gather a sharded model's trained weights on rank 0's CPU; None for a model that is not sharded."""
     if not is_sharded(model):
         return None
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    return get_model_state_dict(model, options=options)
-
-
-def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of a sharded model's optimizer, with whole tensors on rank 0's CPU."""
-    state = optimizer.state_dict()
-    for number, values in state["state"].items():
-        whole = {name: full_tensor(value).cpu() for name, value in values.items()}
-        state["state"][number] = whole if is_main() else {}
-    return state
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return gather_shards({name: value for name, value in model.state_dict().items() if name not in frozen})
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's state, of a sharded model what `full_optimizer_state` has gathered."""
+    """Load an optimizer's state, of a sharded model what `gather_shards` has made whole."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, values in state.get("state", {}).items():
         parameter = parameters[number]

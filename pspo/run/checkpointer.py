@@ -60,8 +60,7 @@ class Checkpointer:
         by_rank = [name for name, part in self.parts.items() if getattr(part, "per_rank", False)]
         states["ranks"] = dist.gather_on_main([{name: states.pop(name) for name in by_rank}])
         weights = dist.full_state_dict(policy)
-        if weights is not None:  # gathered from shards, as the moments are
-            states["learner"] = states["learner"] | {"optimizer": dist.full_optimizer_state(self.learner.optimizer)}
+        states["learner"] = dist.gather_shards(states["learner"])
 
         def write() -> None:
             with files.whole_folder(folder) as temporary:

@@ -31,7 +31,7 @@ from pspo.update.tokens import TokenRecord
 class Learner:
     """Policy, optimizer, schedule and reference model: everything that `pspo.update.update` steps.
 
-    Its state lacks the policy's weights, which a checkpoint saves as a model, and with shards the optimizer's state.
+    Its state lacks the policy's weights, which a checkpoint saves as a model.
     """
 
     policy: transformers.PreTrainedModel
@@ -76,7 +76,7 @@ class Learner:
             "reference_rollouts": self.reference_rollouts,
             "reference": self.reference_weights() if self.reference_rollouts > 0 else None,
             "microbatch_tokens": self.microbatch_tokens,  # a resumed run computes in the same shapes
-            "optimizer": None if self.is_sharded else self.optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
         }
 
     def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
