@@ -89,9 +89,8 @@ def test_svamp(tmp_path):
     records = [{"Body": "Dan had 3.5.", "Question": "How many?", "Answer": 3.5, "Type": "Common-Divison"}]
     (tmp_path / "SVAMP.json").write_text(json.dumps(records))
     fields = {"Answer": 3.5, "Type": "Common-Divison"}
-    assert load_problems("svamp", "test", tmp_path / "SVAMP.json") == [
-        Problem("Dan had 3.5. How many?", Fraction(7, 2), fields, source="svamp", category="Common-Divison")
-    ]
+    (problem,) = load_problems("svamp", "test", tmp_path / "SVAMP.json")
+    assert problem == Problem("Dan had 3.5. How many?", Fraction(7, 2), fields, source="svamp", category="Common-Divison")
 
 
 def test_asdiv(tmp_path, capsys):
@@ -150,7 +149,7 @@ def test_a_number_of_a_table_is_its_shortest_decimal(tmp_path, kind):
 
 
 def test_a_folder_of_save_to_disk_is_read(tmp_path):
-    """Class labels are their names; JSON about the tables and caches of later operations are no problems."""
+    """Class labels are their names."""
     label = datasets.ClassLabel(names=["no", "yes"])
     lists = {"lists": datasets.List(label), "objects": [{"labels": datasets.Sequence(label)}]}
     features = datasets.Features({"prompt": datasets.Value("string"), "answer": label} | lists)
@@ -159,7 +158,6 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path):
     table = datasets.Dataset.from_list(rows, features=features)
     golds = sorted(["no", "yes"] * 20)
     table.save_to_disk(tmp_path / "one")
-    (tmp_path / "one/cache-1.arrow").write_bytes((tmp_path / "one/data-00000-of-00001.arrow").read_bytes())
     assert sorted(answers(load_problems("file", "test", tmp_path / "one", answer_kind="text"))) == golds
     datasets.DatasetDict(train=table, test=table.select([1, 3])).save_to_disk(tmp_path / "two")
     train, validation, test = (load_problems("file", split, tmp_path / "two", answer_kind="text") for split in SPLITS)
@@ -247,6 +245,7 @@ def test_mixture(tmp_path):
     assert len(set(train) | set(validation)) == 80
     mixed = load_problems("gsm8k+arithmetic", "train", tmp_path)
     assert Counter(problem.source for problem in mixed) == {"gsm8k": 38, "arithmetic": 10_000}
+    assert all(problem.fields.keys() == {"answer"} for problem in mixed)  # of which arithmetic has none
     assert len(load_problems("gsm8k", "test", tmp_path)) == 1  # a folder of folders serves a single name too
 
 
@@ -387,13 +386,14 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 def test_chats_are_prompts(tmp_path, suffix):
     """A table gives every turn and call the keys of all the others, None where one lacks it."""
     chats = [CHAT, [{"role": "user", "content": " Hi\n", "name": "Ann"}]]
-    for arguments in ({"city": "Rome"}, {"zone": "CET"}):
+    for arguments in ({"city": "Rome"}, {"offset": 1.5}):
         call = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
         chats.append([CHAT[1], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "7"}])
     rows = [{"prompt": chat, "answer": 7} for chat in chats]
     path = tmp_path / f"own.{suffix}"
     write_jsonl(path, rows) if suffix == "jsonl" else pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert [problem.prompt for problem in load_problems("file", "test", path)] == chats
+    prompts = [problem.prompt for problem in load_problems("file", "test", path)]
+    assert json.dumps(prompts, sort_keys=True) == json.dumps(chats, sort_keys=True)  # what a template's tojson writes
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def validation_prompts(problems: list[Problem], train_size: int | None) -> set[s
     return prompts
 
 
-def read_problem(source: Source, record: files.Record) -> Problem:
+def make_problem(source: Source, record: files.Record) -> Problem:
     """A problem of a record, its gold answer still as text."""
     columns = source.prompt
     if columns == ("prompt",) and "prompt" not in record and "messages" in record:
@@ -280,7 +280,7 @@ def read_split(data: DataSpec, source: Source, split: str, path: Path | None) ->
     for part in groups[published]:
         for number, record in enumerate(part.records, 1):
             try:
-                problems.append(read_problem(source, record))
+                problems.append(make_problem(source, record))
             except ValueError as error:
                 raise ValueError(f"{part.place} record {number}: {error}") from error
     if is_divided:
