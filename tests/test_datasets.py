@@ -86,11 +86,11 @@ def test_math(tmp_path, capsys):
 
 
 def test_svamp(tmp_path):
-    records = [{"Body": "Dan had 3.5.", "Question": "How many?", "Answer": 3.5, "Type": "Common-Divison"}]
+    records = [{"Body": "Dan had 3.5.", "Question": "How many?", "Answer": 3.5, "Type": "Division"}]
     (tmp_path / "SVAMP.json").write_text(json.dumps(records))
-    fields = {"Answer": 3.5, "Type": "Common-Divison"}
+    fields = {"Answer": 3.5, "Type": "Division"}
     (problem,) = load_problems("svamp", "test", tmp_path / "SVAMP.json")
-    assert problem == Problem("Dan had 3.5. How many?", Fraction(7, 2), fields, source="svamp", category="Common-Divison")
+    assert problem == Problem("Dan had 3.5. How many?", Fraction(7, 2), fields, source="svamp", category="Division")
 
 
 def test_asdiv(tmp_path, capsys):
