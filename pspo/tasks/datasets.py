@@ -314,11 +314,6 @@ def parse_answers(problems: Sequence[Problem], kind: AnswerKind, is_assumed: boo
     return parsed
 
 
-def load_problems(name: str, split: str, path: str | Path | None = None, **options: Any) -> list[Problem]:
-    """The problems of one split; ``options`` are further fields of `DataSpec`."""
-    return read_problems(DataSpec(name, path, **options), split)
-
-
 def read_problems(data: DataSpec, split: str) -> list[Problem]:
     """Load the problems of one split that have an answer of the kind asked for; print how many were left out, if any.
 
@@ -351,3 +346,8 @@ def read_problems(data: DataSpec, split: str) -> list[Problem]:
     problems = problems[: data.limit]
     names = dict.fromkeys(name for problem in problems for name in problem.fields)
     return [replace(each, fields=each.fields | {name: each.fields.get(name) for name in names}) for each in problems]
+
+
+def load_problems(name: str, split: str, path: str | Path | None = None, **options: Any) -> list[Problem]:
+    """`read_problems` of a `DataSpec`; ``options`` are its limit, seed, columns, answer_kind, holdout and hub."""
+    return read_problems(DataSpec(name, path, **options), split)
