@@ -1,13 +1,16 @@
-"""Look at runs and plan them: view, report, sweep, compare, findings; code rewards in a sandbox.
+"""Look at runs and plan them: view, report, sweep, compare, findings; code rewards in a sandbox."""
 
-In a notebook ``pspo_lab.view("runs/mine")`` shows the page of a run.
-"""
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 
-def __getattr__(name: str) -> object:
-    """Import the function when it is first used: it needs pandas and torch."""
-    if name == "view":
-        from pspo_lab.view_command import view
+def view(*runs: str | Path, surrogates: Sequence[str] = (), height: int = 900) -> Any:
+    """The page of some runs in a frame of a notebook; ``surrogates`` as those of the command."""
+    from IPython.display import IFrame
 
-        return view
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pspo_lab.view_command import make_page, run_folders  # slow to import: torch
+
+    page = html.escape(make_page(run_folders(runs), surrogates))
+    return IFrame("about:blank", "100%", height, [f'srcdoc="{page}"'])

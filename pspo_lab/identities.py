@@ -28,11 +28,7 @@ SCALED = ("algorithm.beta", "algorithm.entropy_coef")  # relative to the surroga
 def make_surrogate(switches: Switches) -> Surrogate | None:
     """A run's surrogate; None if it is not one of ours: no code runs that a run's files name."""
     cls = class_names(Surrogate).get(switches[SURROGATE].removeprefix("pspo.losses."))
-    arguments = {
-        switch.removeprefix(ARGUMENT): value
-        for switch, value in switches.items()
-        if switch.startswith(ARGUMENT) and value is not None
-    }
+    arguments = {name.removeprefix(ARGUMENT): switches[name] for name in switches if name.startswith(ARGUMENT)}
     with contextlib.suppress(Exception):  # a file may name any class, and give it any arguments
         return cls(**arguments)
     return None

@@ -19,19 +19,19 @@ LEVEL = 0.05  # two-sided, for one comparison alone
 MOST_SEEDS = 1000  # beyond, a number of seeds is no plan
 POINTS = (0.01, 0.02, 0.05)  # differences whose seeds are counted
 
-Number = float | np.ndarray
+Values = float | np.ndarray
 
 
 class Estimate(NamedTuple):
     """A mean over seeds and problems, and its variance by cause; arrays (...) of several studies, or numbers."""
 
-    mean: Number
-    seeds: Number  # variance of one seed's mean over these problems; 0 for one seed, of which nothing is known
-    problems: Number  # variance of the mean of all seeds over problems like these; 0 for one problem
+    mean: Values
+    seeds: Values  # variance of one seed's mean over these problems; 0 for one seed, of which nothing is known
+    problems: Values  # variance of the mean of all seeds over problems like these; 0 for one problem
     n_seeds: int
     n_problems: int
 
-    def spread(self, n_seeds: Number) -> tuple[Number, Number]:
+    def spread(self, n_seeds: Values) -> tuple[Values, Values]:
         """Standard error and degrees of freedom of the mean over so many seeds, on the same number of problems."""
         of_seeds = self.seeds / n_seeds
         variance = of_seeds + self.problems
@@ -39,18 +39,18 @@ class Estimate(NamedTuple):
         df = np.where(parts > 0, variance / np.where(parts > 0, parts, 1), n_seeds - 1)
         return np.sqrt(variance), df
 
-    def interval(self) -> tuple[Number, Number]:
+    def interval(self) -> tuple[Values, Values]:
         """The 95% interval."""
         sem, df = self.spread(self.n_seeds)
         half = t.ppf(1 - LEVEL / 2, df) * sem
         return self.mean - half, self.mean + half
 
-    def p(self) -> Number:
+    def p(self) -> Values:
         """Two-sided p-value of a mean of 0; 1 where all values are 0."""
         sem, df = self.spread(self.n_seeds)
         return np.where(self.mean == 0, 1.0, 2 * t.sf(abs(self.mean) / np.where(sem > 0, sem, 1e-300), df))
 
-    def detects(self, n_seeds: Number | None = None) -> Number:
+    def detects(self, n_seeds: Values | None = None) -> Values:
         """Smallest difference that a t-test of so many seeds, unset of these, finds with `POWER` (noncentral t)."""
         sem, df = self.spread(np.asarray(self.n_seeds if n_seeds is None else n_seeds, dtype=float))
         return sem * nctdtrinc(df, 1 - POWER, t.ppf(1 - LEVEL / 2, df))

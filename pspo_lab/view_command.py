@@ -11,7 +11,6 @@ import argparse
 import base64
 import contextlib
 import gzip
-import html
 import json
 import math
 import re
@@ -286,14 +285,6 @@ def make_page(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
     content = json.dumps(plain(page_data(runs, compared))).encode()  # ASCII: lone surrogates are escaped
     data = base64.b64encode(gzip.compress(content, mtime=0)).decode()  # in which no text can end the element
     return template.render(title=", ".join(root.resolve().name for root in roots), data=data, **assets)
-
-
-def view(*runs: str | Path, surrogates: Sequence[str] = (), height: int = 900) -> Any:
-    """The page of some runs in a frame of a notebook; ``surrogates`` as those of the command."""
-    from IPython.display import IFrame
-
-    page = html.escape(make_page(run_folders(runs), surrogates))
-    return IFrame("about:blank", "100%", height, [f'srcdoc="{page}"'])
 
 
 def main(args: Sequence[str] | None = None) -> None:
