@@ -36,15 +36,9 @@ class Cpu(PlatformCUDA):
     def communication_backend_name(self) -> str:
         return "gloo"
 
-    def set_device(self, device_index: int) -> None: ...
+    def do_nothing(self, *_: object) -> None: ...
 
-    def synchronize(self, device_index: int | None = None) -> None: ...
-
-    def manual_seed(self, seed: int) -> None: ...
-
-    def manual_seed_all(self, seed: int) -> None: ...
-
-    def empty_cache(self) -> None: ...
+    set_device = synchronize = manual_seed = manual_seed_all = empty_cache = do_nothing
 
 
 torch.cpu.max_memory_allocated = torch.cpu.max_memory_reserved = lambda: 0
@@ -146,13 +140,12 @@ def compare(surrogate: Surrogate) -> None:
     rollout = generate(policy, tokenizer, prompts, make_sampling(policy, tokenizer, config.rollout), 4)
     theirs = train_there(make_worker(surrogate), rollout, rollout.logprobs(policy, temperature=1.0))
     update(Learner(policy, torch.optim.SGD(policy.parameters(), LR)), rollout, ADVANTAGES, config)
-    distance = moved = size = 0.0
-    for name, ours in policy.state_dict().items():
-        if name in theirs:
-            distance += (theirs[name].float() - ours).square().sum().item()
-            moved += (ours - before[name]).square().sum().item()
-            size += ours.square().sum().item()
-    print(f"| `{surrogate}` | {(distance / size) ** 0.5:.1e} | {(distance / moved) ** 0.5:.1e} |", flush=True)
+    states = (policy.state_dict(), theirs, before)
+    names = sorted(theirs.keys() & before.keys())
+    ours, theirs, before = (torch.cat([state[name].float().flatten() for name in names]) for state in states)
+    distance = (theirs - ours).norm()
+    moved = (ours - before).norm()
+    print(f"| `{surrogate}` | {distance / ours.norm():.1e} | {distance / moved:.1e} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ the same order, sampling settings, dtype, threads and schedule: 2 epochs over ea
 gradient checkpointing off, clip at 0.2, dapo; microbatches of so many rows for TRL, of as many tokens as so many rows
 of full length have for pspo. One warm-up rollout, then the counted ones. Seconds are CPU seconds of the process, which
 a busy machine disturbs less than wall time; with one thread (--threads 1) they are the work done. The workloads are
-listed in benchmarks/workloads.py.
+listed at `WORKLOADS`.
 
 `python -m benchmarks.gpu` runs both sides on a GPU, also with rollouts by vLLM, TRL's in its own process (colocate).
 Then there is no nucleus, rewards are random, and only the last token ends a completion, so that all draw as many. Both
@@ -28,24 +28,147 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from benchmarks.workloads import CPU, WORKLOADS, Workload, model_folder
-from pspo.config import SYSTEM_PROMPT, LoraConfig, ModelConfig
-from pspo.model import load_policy, load_tokenizer, stop_token_ids, token_logprobs
-from pspo.rollout import How, PolicySampler, Prompts, Sampling, encode_prompts
+from pspo import config as C
+from pspo.losses import Clip
+from pspo.model import load_policy, load_tokenizer, locate, stop_token_ids, token_logprobs
+from pspo.rollout import How, PolicySampler, Prompts, Rollout, Sampling, encode_prompts, group_relative_advantages
 from pspo.rollout.engine import EngineSampler
+from pspo.tasks import load_problems, math_reward
+from pspo.tasks.problem import Problem
 from pspo.update import Learner, update
 from pspo.update.optimizers import make_optimizer
 
+CPU = torch.device("cpu")
 SIDES = ("trl", "pspo")
 COLUMNS = ("generate", "old log-probs", "train", "total", "tokens/s", "peak_over_loaded_mb")
 PROMPT = 512  # tokens of a prompt at most, for vLLM
 Records = list[dict[str, float]]  # of each rollout: seconds by phase, tokens and so on
+
+
+def checksum(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """A reward that looks random, for completions of forced lengths; pspo and TRL call it alike."""
+    return [sum(ids) % 97 / 97 for ids in completion_ids]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen2 or Llama: grouped-query attention, SwiGLU, RMSNorm. Counts elements, and bytes in bf16."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tied: bool
+    head_dim: int = 128
+    qkv_bias: bool = True
+
+    @property
+    def layer(self) -> int:
+        """Elements of a layer's matrices."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
+        return attention + 3 * self.hidden * self.intermediate
+
+    @property
+    def head(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def matrices(self) -> int:
+        """Elements that a token is multiplied by; those of an untied input embedding are looked up."""
+        return self.layers * self.layer + self.head
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one token's keys and values in bf16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Workload:
+    prompts: int
+    group_size: int
+    microbatch: int  # rows
+    forced: bool  # completions of exactly `tokens` tokens and random rewards
+    shape: Shape | None = None  # of a random model; None takes a model folder
+    data: str = "arithmetic"
+    lr: float = 1e-6
+    tokens: int = 128  # of a completion, at most
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.group_size
+
+    def problems(self, rollouts: int, data: str | None) -> list[Problem]:
+        """Problems of so many rollouts and of a warm-up."""
+        return load_problems(self.data, "train", data, limit=(rollouts + 1) * self.prompts)
+
+    def rewards(self, completion_ids: Sequence[Sequence[int]], texts: Sequence[str], golds: Sequence) -> list[float]:
+        return checksum(completion_ids) if self.forced else list(map(math_reward, texts, golds))
+
+    def advantages(self, rollout: Rollout, problems: Sequence[Problem]) -> Tensor:
+        """(B,) float32, of a rollout over these problems."""
+        ids = rollout.completion_ids
+        golds = [problem.answer for problem in problems for _ in range(self.group_size)]
+        rewards = self.rewards(ids.tolist(), rollout.texts, golds)
+        return group_relative_advantages(torch.tensor(rewards, device=ids.device), self.group_size)
+
+    def config(self, model: C.ModelConfig, prompts: Sequence[Sequence[int]]) -> C.TrainConfig:
+        """pspo's of a rollout over such prompts; a microbatch has as many tokens as TRL's rows of the longest have."""
+        longest = max(map(len, prompts))
+        tokens = self.microbatch // self.group_size * longest + self.microbatch * self.tokens
+        return C.TrainConfig(
+            model=model,
+            rollout=C.RolloutConfig(prompts=self.prompts, group_size=self.group_size),
+            algorithm=C.AlgorithmConfig(surrogate=Clip(0.2)),
+            optimizer=C.OptimizerConfig(lr=self.lr, microbatch_tokens=tokens),
+            run=C.RunConfig(max_steps=10**9),
+        )
+
+
+WORKLOADS = {
+    "tiny": Workload(16, 4, 16, True, Shape(256, 1024, 4, 4, 2, 4096, True, head_dim=64)),
+    "embedded": Workload(32, 4, 32, False, lr=3e-5),  # as the embedded model trains
+    "smollm2": Workload(4, 4, 8, True),  # SmolLM2-135M-Instruct, --model FOLDER
+    "gsm8k": Workload(4, 4, 8, False, data="gsm8k"),  # the same on GSM8K, --data FOLDER
+    "vocabulary": Workload(4, 4, 8, True, Shape(64, 256, 2, 4, 2, 151_936, True, head_dim=16)),
+}
+
+
+def shape_config(shape: Shape) -> PretrainedConfig:
+    """Configuration of a model of this shape for transformers."""
+    return (Qwen2Config if shape.qkv_bias else LlamaConfig)(
+        hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, vocab_size=shape.vocab,
+        tie_word_embeddings=shape.tied,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def model_folder(workload: Workload, model: str | None = None, device: torch.device = CPU) -> Iterator[str]:
+    """The given folder, the embedded model's, or one of a random model with the embedded tokenizer, removed later."""
+    if workload.shape is None:
+        yield model or locate("tiny-base")
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = AutoTokenizer.from_pretrained(locate("tiny-base"))
+        config = shape_config(workload.shape)
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+        torch.manual_seed(0)
+        with device:
+            AutoModelForCausalLM.from_config(config).save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        yield scratch
 
 
 def resident_mb() -> float:
@@ -79,11 +202,11 @@ def run_pspo(
     lora: int = 0, data: str | None = None, device: torch.device = CPU, decoder: str = "pspo",
 ) -> Records:  # fmt: skip
     """Train on a warm-up's rollout and these; ``vllm``: by that comparison's rules, ``by_vllm``: draw by it."""
-    model = ModelConfig(folder, autocast="bf16" if dtype == "bf16" else "none", lora=LoraConfig(rank=lora))
+    model = C.ModelConfig(folder, autocast="bf16" if dtype == "bf16" else "none", lora=C.LoraConfig(rank=lora))
     tokenizer = load_tokenizer(model)
     policy = load_policy(model, device)
     problems = workload.problems(rollouts, data)
-    prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], SYSTEM_PROMPT)
+    prompts = encode_prompts(tokenizer, [problem.prompt for problem in problems], C.SYSTEM_PROMPT)
     config = workload.config(model, prompts)
     stop_ids = () if workload.forced or vllm else stop_token_ids(policy, tokenizer)
     limits = {"max_completion_tokens": workload.tokens, "max_rows": max(256, workload.rows), "decoder": decoder}
@@ -130,8 +253,8 @@ def run_trl(
 ) -> Records:  # fmt: skip
     """The same by TRL's trainer."""
     from datasets import Dataset
-    from peft import LoraConfig as Adapters
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from peft import LoraConfig
+    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     def reward(completions: list, completion_ids: list, gold: list, **_: Any) -> list[float]:
@@ -160,11 +283,11 @@ def run_trl(
         }  # fmt: skip
     elif workload.forced:
         switches["generation_kwargs"] = {"min_new_tokens": workload.tokens}
-    system = {"role": "system", "content": SYSTEM_PROMPT}
+    system = {"role": "system", "content": C.SYSTEM_PROMPT}
     problems = workload.problems(rollouts, data)
     rows = [{"prompt": [system, {"role": "user", "content": p.prompt}], "gold": int(p.answer)} for p in problems]
     frozen_in_bf16 = lora > 0 and bf16  # as pspo's
-    adapters = Adapters(r=lora, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
+    adapters = LoraConfig(r=lora, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
     trainer = GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if frozen_in_bf16 else torch.float32),
         reward,

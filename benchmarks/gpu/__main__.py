@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.results import NO_GPU, Result, Results, verdict
 from pspo.files import environment
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     Listed = list[tuple[str, Measurement]]  # each with its part
 
-T = TypeVar("T")
-ROOT = Path(__file__).parents[2]
 FORK = multiprocessing.get_context("fork")  # nothing is imported again; this process itself never touches CUDA
 GRACE = 30  # seconds that a stopped run may take to save
 PEERS = ("trl", "vllm", "bitsandbytes", "triton")
@@ -61,9 +59,7 @@ def describe(options: "Options") -> dict[str, Any]:
     return {"gpu": device.name, "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda, "driver": driver}
 
 
-def run_apart(
-    name: str, function: "Callable[[Options], T]", options: "Options", seconds: float
-) -> tuple[T | None, str]:
+def run_apart(name: str, function: Callable, options: "Options", seconds: float) -> tuple[Any, str]:
     """What a function returns in a process of its own; if that fails None, and why in one line."""
     log = options.output / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +84,7 @@ def run_apart(
     return None, f"error: {why}: {last}"
 
 
-def child(function: "Callable[[Options], Any]", options: "Options", log: Path, send: Any) -> None:
+def child(function: Callable, options: "Options", log: Path, send: Any) -> None:
     """Run it with all output in the log, in a group of processes that can be killed together."""
     import torch
 

@@ -56,7 +56,7 @@ def compiled_decoding(policy: PreTrainedModel) -> Iterator[None]:
         angles = inputs["position_embeddings"]
         return compiled(layer, hidden, inputs["attention_mask"], angles, buffers.keys, buffers.values, buffers.column)
 
-    with plain_products(policy), mock.patch.object(kind, "forward", forward):
+    with mock.patch.object(kind, "forward", forward):
         yield
 
 
@@ -67,16 +67,11 @@ def compiled_training(policy: PreTrainedModel) -> Iterator[None]:
     plain = kind.forward
 
     def run(
-        layer: nn.Module,
-        hidden: Tensor,
-        mask: Tensor | None,
-        angles: tuple[Tensor, Tensor],
-        keys: Tensor | None,
-        values: Tensor | None,
+        layer: nn.Module, hidden: Tensor, mask: Tensor | None, angles: tuple[Tensor, Tensor], *below: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        below = cached_layer(keys, values)
-        hidden = plain(layer, hidden, attention_mask=mask, position_embeddings=angles, **{CACHE_ARGUMENT: below})
-        return hidden, below.keys, below.values
+        cache = cached_layer(*below)
+        hidden = plain(layer, hidden, attention_mask=mask, position_embeddings=angles, **{CACHE_ARGUMENT: cache})
+        return hidden, cache.keys, cache.values
 
     compiled = compile_whole(run, dynamic=True)
 
@@ -95,7 +90,7 @@ def compiled_training(policy: PreTrainedModel) -> Iterator[None]:
             cache.filled[place] = cached_layer(keys, values)
         return hidden
 
-    with plain_products(policy), mock.patch.object(kind, "forward", forward):
+    with mock.patch.object(kind, "forward", forward):
         yield
 
 
@@ -107,16 +102,6 @@ def cached_layer(keys: Tensor | None, values: Tensor | None) -> DynamicLayer:
         layer.keys = keys
         layer.values = values
     return layer
-
-
-@contextmanager
-def plain_products(policy: PreTrainedModel) -> Iterator[None]:
-    """On a CPU, take out the products by oneDNN, which make each layer's code another one."""
-    with ExitStack() as stack:
-        for module in policy.modules():
-            if "forward" in vars(module):
-                stack.callback(setattr, module, "forward", vars(module).pop("forward"))
-        yield
 
 
 # ---------------------------------------------------------------- products fused in the decoding weights

@@ -8,12 +8,14 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+import pspo.model.linear
 from benchmarks.gpu.results import Rows
-from benchmarks.workloads import Shape, shape_config
+from benchmarks.vs_trl import Shape, shape_config
 from pspo.config import ModelConfig
 from pspo.model import load_tokenizer
 from pspo.model.device import peak_memory_gb
@@ -49,8 +51,7 @@ class Options:
 
     def lacks(self, needs: Sequence[str]) -> list[str]:
         """What of a measurement's needs is not there."""
-        there: dict[str, Any] = {GPU: not self.rehearse}
-        there["--smollm2"] = self.rehearse or self.smollm2
+        there = {GPU: not self.rehearse, "--smollm2": self.rehearse or self.smollm2}
         return [need for need in needs if not (there[need] if need in there else find_spec(need))]
 
 
@@ -76,7 +77,8 @@ def random_policy(shape: Shape, config: ModelConfig, device: torch.device) -> Pr
     torch.manual_seed(0)
     with device:
         policy = AutoModelForCausalLM.from_config(shape_config(shape))
-    prepare_policy(policy, config)
+    with mock.patch.object(pspo.model.linear, "has_avx512", return_value=False):  # on a CPU, too, plain products
+        prepare_policy(policy, config)
     return policy
 
 

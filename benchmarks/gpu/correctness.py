@@ -85,9 +85,8 @@ def logprobs(options: Options) -> Rows:
         values_there, gradient_there = logprobs_and_gradient(rollout, cpu, dtype)
         apart = (gradient - gradient_there).norm() / gradient_there.norm()
         kind = f"CPU's in {str(dtype)[6:]}"
-        rows.append(
-            row(f"log-probs, largest difference to the {kind}", (values - values_there).abs().max().item(), **close)
-        )
+        largest = (values - values_there).abs().max().item()
+        rows.append(row(f"log-probs, largest difference to the {kind}", largest, **close))
         rows.append(row(f"gradient, relative difference to the {kind}", apart.item(), **close))
 
     policy = inputs[0].to(options.device)

@@ -8,13 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.gpu.candidates import (
-    compiled_decoding,
-    compiled_sampler,
-    compiled_training,
-    fused_products,
-    graphed_training,
-)
+from benchmarks.gpu import candidates as patches
 from benchmarks.gpu.common import GPU, GROUP, Measurement, Options, in_turns, now
 from benchmarks.gpu.measurements import (
     Load,
@@ -124,14 +118,16 @@ def train(options: Options, load: Load, candidate: Candidate) -> Rows:
 SMALL, LARGE, WIDE, WIDEST = (
     Load("0.5B", 128, 128), Load("1.5B", 128, 128), Load("0.5B", 512, 128), Load("0.5B", 1024, 128)
 )  # fmt: skip
-BOTH = Candidate("layers+fused+sampler", (fused_products, compiled_decoding, compiled_sampler), decode)
+BOTH = Candidate(
+    "layers+fused+sampler", (patches.fused_products, patches.compiled_decoding, patches.compiled_sampler), decode
+)
 DECODERS = [
-    Candidate("layers", (compiled_decoding,), decode),
-    Candidate("fused", (fused_products,), decode),
-    Candidate("sampler", (compiled_sampler,), decode),
+    Candidate("layers", (patches.compiled_decoding,), decode),
+    Candidate("fused", (patches.fused_products,), decode),
+    Candidate("sampler", (patches.compiled_sampler,), decode),
 ]
-LAYERS = Candidate("layers", (compiled_training,), train)
-GRAPH = Candidate("graph", (graphed_training,), train)
+LAYERS = Candidate("layers", (patches.compiled_training,), train)
+GRAPH = Candidate("graph", (patches.graphed_training,), train)
 
 DECIDE = [
     Measurement("decide-machine", machine, 20),

@@ -32,8 +32,7 @@ from benchmarks.gpu.common import (
 )
 from benchmarks.gpu.correctness import torchrun
 from benchmarks.gpu.results import Rows, row
-from benchmarks.vs_trl import run_pspo, run_trl
-from benchmarks.workloads import Workload, model_folder
+from benchmarks.vs_trl import Workload, model_folder, run_pspo, run_trl
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.files import read_json, read_jsonl
 from pspo.losses import PSPO
@@ -253,7 +252,7 @@ def ranks(options: Options, strategy: str) -> Rows:
     workload = Workload(prompts, GROUP, GROUP, forced=True, shape=options.shape("0.5B"))
     with model_folder(workload) as folder, tempfile.TemporaryDirectory() as output:
         args = [
-            f"--model.name_or_path={folder}", "--reward.functions=[benchmarks.workloads.checksum]",
+            f"--model.name_or_path={folder}", "--reward.functions=[benchmarks.vs_trl.checksum]",
             f"--rollout.prompts={prompts * processes}", f"--rollout.group_size={GROUP}",
             f"--rollout.max_completion_tokens={tokens}",
             f"--run.max_steps={2 * rollouts}", "--run.save_every=0",

@@ -1,10 +1,4 @@
-"""Ranks that share one GPU, which NCCL refuses, by gloo: what one GPU can show of several.
-
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.gpu.one_gpu \\
-        --distributed.strategy ddp --run.output_dir runs/two
-
-The switches are those of `pspo.train`.
-"""
+"""`pspo.train` by ranks that share one GPU, which NCCL refuses, by gloo: README.md has the command."""
 
 import os
 
