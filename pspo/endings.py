@@ -52,7 +52,7 @@ def save_at_end(run: Any) -> Iterator[None]:
     except UserCodeFailed as error:
         checkpointer.save_interrupted()
         raise UserCodeFailed(f"{error}\n\n{checkpointer.describe_newest()}") from error.__cause__
-    except Exception as error:  # in an update, whose surrogate may be a user's
+    except (Exception, SystemExit) as error:  # in an update, whose surrogate may be a user's
         if isinstance(error, RunFailed) or not (isinstance(error, UserCodeError) or user_frames(error)):
             raise
         raise UserCodeFailed(f"{user_traceback(error)}\n\n{checkpointer.describe_newest()}") from error
