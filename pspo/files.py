@@ -218,9 +218,6 @@ def first_undamaged(folders: list[Path]) -> Path | None:
     return None
 
 
-# --- where a run's numbers come from
-
-
 def environment(device: str, processes: int) -> dict[str, Any]:
     """Versions, commit and device behind a run's numbers."""
     packages = ("torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy")

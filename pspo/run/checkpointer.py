@@ -95,8 +95,7 @@ class Checkpointer:
         states = self.load(checkpoint)
         for name in ("stream", "validator"):
             if states[name]["fingerprint"] != self.parts[name].fingerprint:
-                fix = "choose another folder"
-                raise ValueError(f"--run.output_dir {output} has other problems under the same name: {fix}")
+                raise ValueError(f"--run.output_dir {output} has other problems under this name: choose another folder")
         validations = states["validator"]["validations"]
         if validations["best"]:
             damage = files.find_damage(output / "best")

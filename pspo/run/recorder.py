@@ -72,7 +72,7 @@ class Recorder:
     tokens: int = 0  # prompts' and completions', of the rollouts that were trained on
     skipped: int = 0  # optimizer steps in a row, up to now
     rollout: OpenRollout = field(default_factory=OpenRollout)
-    failures: dict[str, str] = field(default_factory=dict)  # of each reward that failed in this process, the first line
+    failures: dict[str, str] = field(default_factory=dict)  # by reward the first error in this process, in a line
 
     def __post_init__(self) -> None:
         n = self.config.run.record_tokens
