@@ -197,12 +197,9 @@ def test_a_run_in_a_thread():
         assert thread.submit(train).result() == 0
 
 
-@pytest.mark.parametrize(
-    ("returns", "said"),
-    [
-        ("mean", "Mean must return a loss per token, (B, T) = (8, "), ("raises", "KeyError: "), ("exits", "SystemExit"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("returns", "said"), [
+    ("mean", "Mean must return a loss per token, (B, T) = (8, "), ("raises", "KeyError: "), ("exits", "SystemExit"),
+])  # fmt: skip
 def test_a_surrogate_must_return_the_loss_of_every_token(capsys, returns, said):
     args = ["--algorithm.surrogate=test_faults.Mean", f"--algorithm.surrogate.returns={returns}"]
     assert train("--reward.functions=[test_faults.Length]", *args) == 1

@@ -208,7 +208,7 @@ def remove_unbegun(folder: Path) -> None:
 
 
 def check_same(run: Path, settings: Settings) -> Changes:
-    """The switches that differ from the run's configuration, and may, as `files.differences`; ValueError for others."""
+    """The switches that differ from the run's configuration, and may, as `differences`; ValueError for others."""
     is_constant = settings["optimizer"]["schedule"] == "constant"
     steps = settings["algorithm"]["epochs"] * settings["algorithm"]["minibatches"]  # of a rollout
 
