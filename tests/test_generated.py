@@ -9,8 +9,8 @@ import pytest
 
 from examples.calculator import calculate
 from pspo.tasks.answers import extract_answer, is_correct, matches_format
-from pspo.tasks.arithmetic import MAX_NUMBER, SPLITS, split_of
-from pspo.tasks.datasets import SOURCES
+from pspo.tasks.arithmetic import MAX_NUMBER, split_of
+from pspo.tasks.datasets import SOURCES, SPLITS
 from pspo.tasks.problem import Problem
 
 FIRST = {  # of test: a change of wording, of the order of draws or of a hash changes every published number

@@ -19,7 +19,6 @@ from fractions import Fraction
 from pspo.tasks.problem import Problem
 
 MAX_NUMBER = 20
-SPLITS = ("train", "validation", "test")
 
 NAMES = {"Anna": "She", "Ben": "He", "Carl": "He", "Emma": "She", "Jack": "He", "Lily": "She"} | {
     "Max": "He", "Mia": "She", "Nina": "She", "Paul": "He", "Sara": "She", "Tom": "He"}  # fmt: skip

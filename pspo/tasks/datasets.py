@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 from pspo.tasks import files
 from pspo.tasks.answers import boxed, parse_gold
-from pspo.tasks.arithmetic import SPLITS, draw_letters, draw_story, draw_sum, generate
+from pspo.tasks.arithmetic import draw_letters, draw_story, draw_sum, generate
 from pspo.tasks.problem import AnswerKind, Problem, content_text
 
+SPLITS = ("train", "validation", "test")
 SPLIT_WORDS = {"testing": "test"} | {word: word for word in SPLITS}
 SPLIT_WORDS |= dict.fromkeys(("training", "pretrain", "pretraining"), "train")
 SPLIT_WORDS |= dict.fromkeys(("valid", "val", "dev"), "validation")
@@ -113,7 +114,7 @@ def find_sources(data: DataSpec) -> list[Source]:
             source = replace(own, name=part, hub_id=part)
         else:
             known = f"{', '.join(NAMES)}, a hub id (organisation/name), or several joined by +"
-            raise ValueError(f"--data.name {part!r} is unknown: {known}; --data.path names a file or folder of yours")
+            raise ValueError(f"--data.name {part!r} is not {known}; --data.path is for a file or folder of yours")
         revision = data.hub.get("revision", source.revision)
         sources.append(replace(source, revision=revision, answer_kind=data.answer_kind or source.answer_kind))
     if data.path is not None and all(source.generate is not None for source in sources):
