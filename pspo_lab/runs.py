@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -240,8 +239,7 @@ def read_problems(file: Path) -> dict[str, pd.DataFrame]:
     by_temperature = {}
     with named_damage(file):
         records.sort(key=lambda record: (record["temperature"], record["problem"], record["sample"]))
-        for temperature, group in groupby(records, key=lambda record: record["temperature"]):
-            completions = list(group)
+        for temperature, completions in grouped(records, lambda record: record["temperature"]).items():
             n = len({record["problem"] for record in completions})
             samples = len(completions) // n
             if [record["sample"] for record in completions] != [*range(samples)] * n:

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -170,16 +170,15 @@ def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -
     for run, (folder, token_files) in enumerate(zip(folders, files, strict=True)):
         with skip_unreadable(folder):
             samples = read_jsonl(folder / "samples.jsonl")
-            steps = sorted({sample["step"] for sample in samples})
+            rollouts = grouped(samples, lambda sample: sample["step"])
+            steps = sorted(rollouts)
             every = max(1, math.ceil(visits / MOST_TOKENS), math.ceil(len(samples) / MOST_SAMPLES))
-            on_page = {*steps[::every], *steps[-1:]}
+            on_page = sorted({*steps[::every], *steps[-1:]})
             left_out += len(steps) - len(on_page)
-            for step, step_samples in groupby(samples, key=lambda sample: sample["step"]):
-                if step in on_page:
-                    rollout = list(step_samples)
-                    file = token_files.get(step)
-                    tokens = {} if file is None else recorded_tokens(file, len(rollout), surrogates)
-                    groups += make_groups(run, rollout, tokens)
+            for step in on_page:
+                file = token_files.get(step)
+                tokens = {} if file is None else recorded_tokens(file, len(rollouts[step]), surrogates)
+                groups += make_groups(run, rollouts[step], tokens)
     return {"groups": groups, "left_out": left_out}
 
 
