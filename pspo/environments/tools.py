@@ -220,10 +220,7 @@ def call_reader(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) -> CallRea
 
 
 def check_calls(tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment) -> CallReader | None:
-    """The reader of calls of the environment's tools, None if it has none.
-
-    ValueError unless it reads calls of these tools, as the chat template writes them, as they were put in.
-    """
+    """The reader of calls of the environment's tools, if any; ValueError unless it reads what the template writes."""
     with contextlib.ExitStack() as stack:
         environment = open_environment(make_environment, stack)
         if not hasattr(environment, "tools"):

@@ -53,10 +53,7 @@ TASKS = {  # what is asked -> category
 
 
 def generate(draw: Callable[[random.Random], tuple[str, Problem]], split: str, seed: int = 0) -> Iterator[Problem]:
-    """Yield problems of a split ("train", "validation", "test") without end, the same for the same seed.
-
-    With a problem, ``draw`` returns the text whose hash decides its split.
-    """
+    """Yield problems of a split without end, the same for a seed; ``draw`` also returns the text that decides it."""
     rng = random.Random(f"{split} {seed}")  # seeding with a str does not depend on PYTHONHASHSEED
     while True:
         text, problem = draw(rng)

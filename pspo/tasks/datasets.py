@@ -168,8 +168,7 @@ def local_parts(path: Path, skip: str = "") -> list[Part]:
     for file in sorted(path.rglob("*")):
         place = file.relative_to(path)
         is_hidden = any(part.startswith(".") for part in place.parts)
-        is_skipped = skip and skip in str(place)
-        if files.file_format(file) and not is_hidden and not is_skipped:
+        if files.file_format(file) and not is_hidden and not (skip and skip in str(place)):
             parts.append(Part(str(place), str(file), files.read_records(file)))
     if not parts:
         raise ValueError(f"{path} holds no {', '.join(files.READERS)} file; check --data.path")
@@ -241,12 +240,10 @@ def make_problem(source: Source, record: files.Record) -> Problem:
     columns = source.prompt
     if columns == ("prompt",) and "prompt" not in record and "messages" in record:
         columns = ("messages",)
-    gold = ""
-    if source.answer_kind != "none":
-        gold = source.read_gold(files.column_text(record, source.answer), record, source.answer_kind).strip()
+    gold = files.column_text(record, source.answer, is_optional=source.answer_kind == "none")
     return Problem(
         prompt=files.read_prompt(record, columns),
-        answer=gold,
+        answer=source.read_gold(gold, record, source.answer_kind).strip(),
         fields={column: files.plain(value) for column, value in record.items() if column not in columns},
         source=source.name,
         category=files.column_text(record, source.category, is_optional=True),
