@@ -79,11 +79,12 @@ class EnvironmentSampler:
 
     def play_turn(self, episode: Episode, turns: Rollout, row: int, limit: int) -> bool:
         """Append a row of the turns drawn, and the observation; returns whether the model is to answer that."""
-        after = self.append_turn(episode, turns, row, limit)
-        observation = self.step(episode, is_ended=after is not None)
-        if observation is None:
-            return False
         environment = episode.environment
+        after = self.append_turn(episode, turns, row, limit)
+        observation, is_done = self.step(episode)
+        episode.terminated = is_done and after is not None
+        if is_done or after is None or episode.n_turns >= getattr(environment, "max_turns", MAX_TURNS):
+            return False
         role = getattr(environment, "role", "user")
         ids = observation_ids(self.tokenizer, observation, after, role, getattr(environment, "tools", None))
         if len(episode.ids) + len(ids) >= limit:
@@ -103,15 +104,13 @@ class EnvironmentSampler:
         episode.n_turns += 1
         return ids[-1] if turns.terminated[row] and len(ids) <= room else None
 
-    def step(self, episode: Episode, is_ended: bool) -> str | None:
-        """The environment's observation of the last turn; None if the episode is over, by it or at a limit."""
+    def step(self, episode: Episode) -> tuple[str, bool]:
+        """The environment's observation of the last turn, whose reward is added, and whether the episode is over."""
         environment = episode.environment
         calls = [] if self.calls is None else [self.calls.read(episode.text)]
         observation, reward, is_done = environment.step(episode.text, *calls)
         episode.reward += finite_number(reward, f"{type(environment).__name__}.step, as its reward,")
-        episode.terminated = bool(is_done) and is_ended
-        is_last = episode.n_turns >= getattr(environment, "max_turns", MAX_TURNS)
-        return None if is_done or is_last or not is_ended else observation
+        return observation, bool(is_done)
 
 
 def text_after_turn(tokenizer: PreTrainedTokenizerBase, text: str, role: str, tools: list[Any] | None) -> str:
