@@ -34,13 +34,13 @@ class Bar(tqdm):
     Times are of a clock that is never set back; tqdm's own are not shown.
     """
 
-    def __init__(self, *args: Any, quiet: bool = False, **options: Any) -> None:
+    def __init__(self, quiet: bool = False, **options: Any) -> None:
         self.quiet = quiet
         self.name = options.get("desc")
         self.first = options.get("initial", 0)
         self.restart_clock()
         is_disabled = quiet or not sys.stderr.isatty()
-        super().__init__(*args, disable=is_disabled, dynamic_ncols=True, bar_format=FORMAT, **options)
+        super().__init__(disable=is_disabled, dynamic_ncols=True, bar_format=FORMAT, **options)
 
     def restart_clock(self) -> None:
         """Measure speed, and the time that is left, from now on."""

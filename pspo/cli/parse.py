@@ -1,7 +1,8 @@
 """Commands: switches and YAML files become a configuration, user errors one line on stderr.
 
 Every field of a configuration class is a switch (``--rollout.temperature 0.6``); YAML files (``--config file.yaml``)
-hold the same fields by section. What is given later overrides. `pspo.cli.values` says what a value means.
+hold the same fields by section. What is given later overrides: `put_words` and `put_all` collect values by switch, of
+which `build` reads each by its type, as `pspo.cli.values` says.
 """
 
 import difflib

@@ -47,10 +47,6 @@ def export(config: ExportConfig) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    config, _ = parse(ExportConfig, "pspo.run.export", args)
-    with user_errors("pspo.run.export"):
+    config, _ = parse(ExportConfig, "pspo export", args)
+    with user_errors("pspo export"):
         export(config)
-
-
-if __name__ == "__main__":
-    main()
