@@ -43,7 +43,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weig
 from verl.workers.config import ActorConfig
 
 import pspo_bridge.trl
-import pspo_bridge.verl  # registers its losses
+import pspo_bridge.verl
 from pspo import losses as L
 from pspo.config import ModelConfig
 from pspo.losses import Clip
@@ -255,8 +255,7 @@ def verl_loss(here: Ours, name: str, scale: float = 1.0, how: str = "", kl: str 
     reinforce = core_algos.compute_policy_loss_reinforce  # not registered
     function = reinforce if name == "reinforce" else core_algos.get_policy_loss_fn(name)
     how = how or VERL_HOW[here.how]
-    values = {"global_batch_info": WHOLE} | values
-    config = ActorConfig(strategy="fsdp", rollout_n=4, use_dynamic_bsz=True, **values)
+    config = ActorConfig(strategy="fsdp", rollout_n=4, use_dynamic_bsz=True, **{"global_batch_info": WHOLE} | values)
 
     def loss(b: Batch) -> Tensor:
         mask = b["mask"].float()
@@ -555,7 +554,8 @@ def bridge_table() -> list[tuple[str, list[float]]]:
         for how in VERL_HOW:
             here = Ours(surrogate, how)
             through_trl = trl(how, surrogate=surrogate).loss(here)
-            through_verl = verl(name, policy_loss={"arguments": vars(surrogate)}).loss(here)
+            policy_loss = pspo_bridge.verl.PolicyLossConfig(loss_mode=name, arguments=vars(surrogate))
+            through_verl = verl(name, policy_loss=policy_loss).loss(here)
             sides = [loss_and_gradient(loss, batch) for loss in (here, through_trl, through_verl)]
             exact, _ = loss_and_gradient(here, exact_batch)
             size, _ = loss_and_gradient(Ours(lambda *x, surrogate=surrogate: surrogate(*x).abs(), how), batch)

@@ -9,7 +9,6 @@ The first line is enough for default arguments. A class of your own is named by 
 Tried with verl 0.9.1.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -29,7 +28,7 @@ class PolicyLossConfig(actor.PolicyLossConfig):
     def __post_init__(self) -> None:
         if "." in self.loss_mode:  # else one of verl's own
             make_surrogate(self.loss_mode, **(self.arguments or {}))
-            register_policy_loss(self.loss_mode)(policy_loss(self.loss_mode))
+            register_policy_loss(self.loss_mode)(policy_loss)
         elif self.arguments:
             fix = f"name a surrogate, as loss_mode=pspo.PSPO, or leave {', '.join(self.arguments)} out"
             raise ValueError(f"policy_loss.arguments have no effect with verl's loss_mode={self.loss_mode}: {fix}")
@@ -44,29 +43,25 @@ def check_clip_ratios(config: actor.ActorConfig) -> None:
             raise ValueError(f"actor.{one.name}={value} has no effect with {config.policy_loss.loss_mode}: {fix}")
 
 
-def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """The policy loss of a surrogate, as verl calls it."""
-
-    def loss(
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str = "token-mean",
-        config: actor.ActorConfig | None = None,
-        rollout_is_weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Loss and metrics of a microbatch; all tensors are (B, T), the loss is aggregated by verl's `agg_loss`."""
-        check_clip_ratios(config)
-        surrogate = make_surrogate(name, **(config.policy_loss.get("arguments") or {}))
-        losses, metrics = token_losses(surrogate, log_prob, old_log_prob, advantages, response_mask)
-        if rollout_is_weights is not None:
-            losses = losses * rollout_is_weights
-        total = agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
-        return total, {f"actor/{name}/{key}": value.nan_to_num().item() for key, value in metrics.items()}
-
-    return loss
+def policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: actor.ActorConfig,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Loss and metrics of a microbatch; all tensors are (B, T), the loss is aggregated by verl's `agg_loss`."""
+    check_clip_ratios(config)
+    name = config.policy_loss.loss_mode
+    surrogate = make_surrogate(name, **(config.policy_loss.get("arguments") or {}))
+    losses, metrics = token_losses(surrogate, log_prob, old_log_prob, advantages, response_mask)
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+    total = agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
+    return total, {f"actor/{name}/{key}": value.nan_to_num().item() for key, value in metrics.items()}
 
 
 for built_in in BUILT_IN:
-    register_policy_loss(f"pspo.{built_in}")(policy_loss(f"pspo.{built_in}"))
+    register_policy_loss(f"pspo.{built_in}")(policy_loss)
