@@ -348,7 +348,7 @@ def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, monkeypatch, capsys):
     page = json.loads(gzip.decompress(base64.b64decode(packed)))
     assert [len(group["completions"]) for group in page["groups"]] == [GROUP, GROUP]
     assert {group["prompt"] for group in page["groups"]} <= set(PROMPTS)
-    assert page["runs"][0]["method"] == "PSPO"
+    assert page["runs"][0]["row"]["method"] == "PSPO"
     assert page["runs"][0]["curve"] is not None
 
 
