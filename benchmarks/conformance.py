@@ -379,8 +379,8 @@ class Namesake(NamedTuple):
     agree: dict[str, Any]  # the fields of ``apart`` that these settings change
 
 
-LOCAL = WHOLE | dict.fromkeys(("batch_num_tokens", "global_batch_size", "loss_scale_factor"))
-NAMESAKES = [
+LOCAL = WHOLE | dict.fromkeys(("batch_num_tokens", "global_batch_size", "loss_scale_factor"))  # of a microbatch
+NAMESAKES = [  # name, what differs there; pair that is apart; settings with which it agrees, and what they change
     Namesake("CISPO, TRL", "epsilon_high is the bound itself",
              Pair(Ours(L.CISPO(None, 1.2), "dapo"), trl("cispo", epsilon_high=1.2)),
              "`CISPO(None, 0.2)` for 1.2", {"here": Ours(L.CISPO(None, 0.2), "dapo")}),

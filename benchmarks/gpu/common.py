@@ -24,7 +24,6 @@ from pspo.rollout import encode_prompts
 from pspo.tasks import load_problems
 
 GPU = "a GPU"
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # bf16 operations a second, dense: NVIDIA's data sheets
 GROUP = 4  # completions of a prompt
 TINY = Shape(32, 48, 2, 4, 2, 600, True, 8)  # in place of every shape in a rehearsal
 SHAPES = {  # of Qwen2.5 and SmolLM2, by their config.json
@@ -80,18 +79,6 @@ def random_policy(shape: Shape, config: ModelConfig, device: torch.device) -> Pr
     with mock.patch.object(pspo.model.linear, "has_avx512", return_value=False):  # on a CPU, too, plain products
         prepare_policy(policy, config)
     return policy
-
-
-def operations(shape: Shape, tokens: float, pairs: float, predicted: float) -> float:
-    """Operations of a forward pass.
-
-    Args:
-        tokens: that go through the layers.
-        pairs: of (query, key) in attention.
-        predicted: tokens that go through the output embedding.
-    """
-    attention = 4 * shape.layers * shape.heads * shape.head_dim * pairs
-    return 2 * shape.layers * shape.layer * tokens + attention + 2 * shape.head * predicted
 
 
 def tiny_prompts(n: int) -> tuple[PreTrainedTokenizerBase, list[list[int]]]:

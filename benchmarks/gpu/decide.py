@@ -1,4 +1,4 @@
-"""What a GPU decides: candidates of `benchmarks.gpu.candidates` in turns with pspo as it is, and vLLM beside both."""
+"""What a GPU decides: whether a change of `benchmarks.gpu.candidates` pays, in turns with pspo as it is."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -9,17 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.gpu import candidates as patches
-from benchmarks.gpu.common import GPU, GROUP, Measurement, Options, in_turns, now
-from benchmarks.gpu.measurements import (
-    Load,
-    machine,
-    measure,
-    set_up_decoding,
-    set_up_training,
-    steps,
-    vllm_alone,
-    vllm_pushed,
-)
+from benchmarks.gpu.common import GROUP, Measurement, Options, in_turns, now
+from benchmarks.gpu.measurements import Load, decoding_inputs, measure, training_inputs
 from benchmarks.gpu.results import Rows, row
 from pspo.model import autocast, token_logprobs
 from pspo.rollout import generate
@@ -56,7 +47,7 @@ def compared(before: float, after: float, unit: str) -> Rows:
 def decode(options: Options, load: Load, candidate: Candidate) -> Rows:
     """A decoding step now and with a candidate, prefill excluded, and what their log-probs are off the trainer's."""
     device = options.device
-    policy, tokenizer, prompts, sampling = set_up_decoding(options, load)
+    policy, tokenizer, prompts, sampling = decoding_inputs(options, load)
     patched = {"now": nullcontext, "with it": candidate.applied}
     decoders: dict[str, GraphDecoder] = {}
     apart = {}
@@ -93,7 +84,7 @@ def decode(options: Options, load: Load, candidate: Candidate) -> Rows:
 def train(options: Options, load: Load, candidate: Candidate) -> Rows:
     """An optimizer step now and with a candidate, and how far the candidate's gradient norm is off."""
     device = options.device
-    inputs = set_up_training(options, load)
+    inputs = training_inputs(options, load)
     learner = inputs[0]
     patched = {"now": nullcontext, "with it": candidate.applied}
     norms = {}
@@ -129,8 +120,7 @@ DECODERS = [
 LAYERS = Candidate("layers", (patches.compiled_training,), train)
 GRAPH = Candidate("graph", (patches.graphed_training,), train)
 
-DECIDE = [
-    Measurement("decide-machine", machine, 20),
+CANDIDATES = [
     *(candidate.at(SMALL, 70) for candidate in (*DECODERS, BOTH)),
     LAYERS.at(SMALL, 100),
     GRAPH.at(SMALL, 60),
@@ -138,8 +128,5 @@ DECIDE = [
     LAYERS.at(LARGE, 110),
     GRAPH.at(LARGE, 80),
     *(BOTH.at(load, 80) for load in (WIDE, WIDEST)),
-    *(Measurement(f"vllm-alone-{load}", measure(vllm_alone, load), 150, ("vllm", GPU)) for load in (SMALL, WIDE)),
-    Measurement(f"trl-vllm-{SMALL}", measure(steps, SMALL, vllm=True), 200, ("trl", "vllm", GPU)),
-    Measurement(f"pushed-{SMALL}", measure(vllm_pushed, SMALL), 150, ("vllm", GPU)),
-    *(candidate.at(LARGE, 70) for candidate in DECODERS),
 ]
+LAST = [candidate.at(LARGE, 70) for candidate in DECODERS]  # if there is time

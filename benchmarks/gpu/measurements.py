@@ -19,20 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.gpu.common import (
-    GROUP,
-    PEAKS,
-    Options,
-    in_turns,
-    operations,
-    random_policy,
-    seconds_of,
-    timed,
-    tiny_prompts,
-)
+from benchmarks.gpu.common import GROUP, Options, in_turns, random_policy, seconds_of, timed, tiny_prompts
 from benchmarks.gpu.correctness import torchrun
 from benchmarks.gpu.results import Rows, row
-from benchmarks.vs_trl import Workload, model_folder, run_pspo, run_trl
+from benchmarks.vs_trl import Shape, Workload, model_folder, run_pspo, run_trl
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.files import read_json, read_jsonl
 from pspo.losses import PSPO
@@ -42,6 +32,8 @@ from pspo.rollout import Rollout, Sampling, generate, left_pad
 from pspo.train import main
 from pspo.update import Learner, update
 from pspo.update.optimizers import make_optimizer
+
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # bf16 operations a second, dense: NVIDIA's data sheets
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ Decoding = tuple[PreTrainedModel, PreTrainedTokenizerBase, list[list[int]], Samp
 Training = tuple[Learner, Rollout, Tensor, TrainConfig]
 
 
-def set_up_decoding(options: Options, load: Load, decoder: str = "graphs") -> Decoding:
+def decoding_inputs(options: Options, load: Load, decoder: str = "graphs") -> Decoding:
     """What `generate` takes."""
     policy = random_policy(options.shape(load.size), ModelConfig(), options.device)
     tokenizer, prompts = tiny_prompts(load.rows // GROUP)
@@ -78,7 +70,7 @@ def set_up_decoding(options: Options, load: Load, decoder: str = "graphs") -> De
     return policy, tokenizer, prompts, Sampling([], tokenizer.pad_token_id, **limits, decoder=decoder)
 
 
-def set_up_training(
+def training_inputs(
     options: Options, load: Load, microbatch: int | None = None, optimizer: str = "adamw", **model: Any
 ) -> Training:
     """What `update` takes: a rollout of random completions of word problems; microbatches of the size of a run's."""
@@ -126,7 +118,7 @@ def decode(options: Options, load: Load, decoder: str) -> Rows:
     """A decoding step, prefill excluded, and the least time: weights, keys and values read once."""
     shape = options.shape(load.size)
     device = options.device
-    policy, tokenizer, prompts, sampling = set_up_decoding(options, load, decoder)
+    policy, tokenizer, prompts, sampling = decoding_inputs(options, load, decoder)
 
     def run(tokens: int) -> None:
         with autocast("auto", device):
@@ -147,11 +139,23 @@ def decode(options: Options, load: Load, decoder: str) -> Rows:
     ]
 
 
+def operations(shape: Shape, tokens: float, pairs: float, predicted: float) -> float:
+    """Operations of a forward pass.
+
+    Args:
+        tokens: that go through the layers.
+        pairs: of (query, key) in attention.
+        predicted: tokens that go through the output embedding.
+    """
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * pairs
+    return 2 * shape.layers * shape.layer * tokens + attention + 2 * shape.head * predicted
+
+
 def train(options: Options, load: Load, **switches: Any) -> Rows:
     """One optimizer step on a random rollout; MFU counts the operations needed, each prompt once, causal attention."""
     shape = options.shape(load.size)
     device = options.device
-    learner, rollout, *rest = set_up_training(options, load, **switches)
+    learner, rollout, *rest = training_inputs(options, load, **switches)
     seconds, memory = timed(partial(update, learner, rollout, *rest), device)
 
     lengths = rollout.prompt_mask.sum(dim=1)[::GROUP].tolist()
@@ -210,7 +214,7 @@ def vllm_alone(options: Options, load: Load) -> Rows:
     from vllm import LLM, SamplingParams
 
     device = options.device
-    policy, tokenizer, prompts, sampling = set_up_decoding(options, load)
+    policy, tokenizer, prompts, sampling = decoding_inputs(options, load)
     with model_folder(load.workload(options), device=device) as folder:
         engine = LLM(folder, dtype="bfloat16", gpu_memory_utilization=0.4, max_model_len=1024, max_num_seqs=load.rows)
         draws = {"n": GROUP, "temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": load.tokens}

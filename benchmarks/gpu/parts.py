@@ -4,8 +4,8 @@ from functools import partial
 
 from benchmarks.gpu.common import GPU, Measurement
 from benchmarks.gpu.correctness import decoders, logprobs, ranks_on_one_gpu, ratios, resume, sampler
-from benchmarks.gpu.decide import DECIDE
-from benchmarks.gpu.measurements import Load, decode, machine, measure, ranks, steps, train
+from benchmarks.gpu.decide import CANDIDATES, LAST, WIDE
+from benchmarks.gpu.measurements import Load, decode, machine, measure, ranks, steps, train, vllm_alone, vllm_pushed
 
 LOADS = [
     *(Load(size, 128, 128) for size in ("0.5B", "1.5B", "135M")),
@@ -63,5 +63,12 @@ PARTS = {
     "vllm": [
         Measurement(f"vllm-{load}", measure(steps, load, vllm=True), 200, ("trl", "vllm", GPU)) for load in LOADS
     ],
-    "decide": DECIDE,
+    "decide": [
+        Measurement("decide-machine", machine, 20),
+        *CANDIDATES,
+        *(Measurement(f"vllm-alone-{load}", measure(vllm_alone, load), 150, ("vllm", GPU)) for load in (BASE, WIDE)),
+        Measurement(f"trl-vllm-{BASE}", measure(steps, BASE, vllm=True), 200, ("trl", "vllm", GPU)),
+        Measurement(f"pushed-{BASE}", measure(vllm_pushed, BASE), 150, ("vllm", GPU)),
+        *LAST,
+    ],
 }  # fmt: skip
