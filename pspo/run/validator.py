@@ -63,12 +63,12 @@ class Validator:
         validation = self.measure()
         record = {"step": step, "tokens": self.recorder.tokens} | validation
         self.validations["final"] = record
-        if step == 0:
-            self.validations["untrained"] = record
-        elif self.is_better(record, self.validations["best_trained"]):
-            self.validations["best_trained"] = record
-        if self.is_better(record, self.validations["best"]):
-            self.validations["best"] = record
+        has_reward = bool(self.config.reward.functions)  # otherwise the newest is the best
+        for name in ("best", "best_trained" if step > 0 else "untrained"):
+            best = self.validations[name]
+            if not best or not has_reward or record["validation_reward"] > best["validation_reward"]:
+                self.validations[name] = record
+        if self.validations["best"] is record:
             save_model(self.learner.policy, self.recorder.tokenizer, self.output / "best", record)
         if dist.is_main():
             measures = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items())
@@ -130,8 +130,3 @@ class Validator:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.before = state["before"]
         self.validations = state["validations"]
-
-    def is_better(self, validation: dict[str, Any], best: dict[str, Any]) -> bool:
-        """True if a validation has more reward than the best so far, is the first, or there is no reward."""
-        has_reward = bool(self.config.reward.functions)
-        return not best or not has_reward or validation["validation_reward"] > best["validation_reward"]
