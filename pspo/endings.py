@@ -78,11 +78,11 @@ def exit_codes(prog: str, memory_advice: str, stopped: int = EXIT_STOPPED) -> It
 
 
 @contextlib.contextmanager
-def user_errors(prog: str, once: bool = False) -> Iterator[None]:
-    """Turn ValueError and OSError, errors of the user, into one line and exit code 2; ``once``: the first rank's."""
+def user_errors(prog: str) -> Iterator[None]:
+    """Turn ValueError and OSError, errors of the user, into a line and exit code 2; until ranks join, the first's."""
     try:
         yield
     except (ValueError, OSError) as error:
-        if not (once and dist.launched_by_torchrun()) or os.environ["LOCAL_RANK"] == "0":
+        if not dist.launched_by_torchrun() or dist.world_size() > 1 or os.environ["LOCAL_RANK"] == "0":
             print(f"{prog}: error: {one_line(str(error))}", file=sys.stderr)
         raise SystemExit(EXIT_USAGE) from None

@@ -32,7 +32,7 @@ METHODS = {file.stem: file for file in sorted((Path(__file__).parents[1] / "asse
 
 def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -> tuple[C, Settings]:
     """The configuration of switches and YAML files, and as YAML has it; a user's error is one line and exit code 2."""
-    with user_errors(prog, once=True):
+    with user_errors(prog):
         return make_config(config_class, prog, sys.argv[1:] if args is None else args, {})
 
 

@@ -103,9 +103,8 @@ def main(args: Sequence[str] | None = None) -> None:
     config, settings = parse(EvaluateConfig, "pspo.evaluate", args)
     output = Path(config.run.output_dir)
     signals = StopSignals()
-    with user_errors("pspo.evaluate", once=True):
-        dist.init("ddp" if dist.launched_by_torchrun() else "none", timeout=3600)
     with user_errors("pspo.evaluate"):
+        dist.init("ddp" if dist.launched_by_torchrun() else "none", timeout=3600)
         dist.run_on_main(lambda: check_folder(output))
         sampler, base_how, prompts = load_evaluation(config, signals)
     results = {}

@@ -341,9 +341,8 @@ def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, 
 def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | None = None) -> None:
     """Train by the command's arguments; exits with 1 if a run fails, 2 for errors of the user, 75 or 130 if stopped."""
     config, settings = parse(TrainConfig, "pspo.train", args)
-    with user_errors("pspo.train", once=True):
-        dist.init(config.distributed.strategy)
     with user_errors("pspo.train"):
+        dist.init(config.distributed.strategy)
         is_finished = dist.run_on_main(lambda: print_if_finished(config.run, settings))
         run = None if is_finished else prepare(config, settings)
     if run is not None:
