@@ -11,7 +11,7 @@ import torch
 from batches import SURROGATES, loss_and_gradient, random_batch
 from torch import Tensor
 
-from pspo.losses import DRO, P3O, PSPO, Surrogate
+from pspo.losses import DRO, P3O, PSPO, SurrogateError
 from pspo_bridge import BUILT_IN, make_surrogate, token_losses
 
 
@@ -143,8 +143,7 @@ def test_names_and_import_paths():
         assert make_surrogate(name, alpha=0.3) == PSPO(0.3)
     assert make_surrogate({"class_path": "PSPO", "init_args": {"alpha": 0.3}}) == PSPO(0.3)
     assert make_surrogate("test_contracts.Annealed", alpha=0.3) == Annealed(0.3)  # a user's own
-    assert all(issubclass(type(make_surrogate(name)), Surrogate) for name in BUILT_IN)
-    assert len(BUILT_IN) == len(SURROGATES)
+    assert [type(make_surrogate(name)) for name in BUILT_IN] == [type(surrogate) for surrogate in SURROGATES]
 
 
 class Annealed(PSPO):
@@ -157,6 +156,8 @@ def test_a_loss_that_asks_for_the_step_is_refused_where_nobody_tells_it():
     with pytest.raises(ValueError, match="asks for the optimizer step"):
         token_losses(Annealed(), *values)
     assert token_losses(Annealed(), *values, step=1)[0].tolist() == [[-0.5, -0.5]]
+    with torch.no_grad(), pytest.raises(SurrogateError, match="Annealed returned a loss without gradient"):
+        token_losses(Annealed(), *values, step=1)
 
 
 def guide_lines(trainer):

@@ -295,8 +295,7 @@ def test_a_run_is_condensed_with_its_greedy_answers(make_run, make_evaluation, t
         records = [{"problem": 1, "temperature": t, "completion": f"{t}", "reward": t} for t in (0, 0.6)]
         (folder / "asdiv/completions.jsonl").write_text("\n".join(map(json.dumps, records)))
     (tmp_path / "problems.jsonl").write_text('{"category": "sums"}\n{"category": "products"}\n')
-    args = (tmp_path / "runs", "--output", tmp_path / "runs.csv", "--answers", "asdiv", tmp_path / "problems.jsonl")
-    condense([*map(str, args)])
+    condense([f"{tmp_path}/runs", f"--output={tmp_path}/runs.csv", "--answers", "asdiv", f"{tmp_path}/problems.jsonl"])
     row = pd.read_csv(tmp_path / "runs.csv").loc[0]
     assert row[["seed", "reward", "validation", "asdiv_reward"]].tolist() == [1, 0.3, 0.3, 60]
     answers = pd.read_parquet(tmp_path / "asdiv.parquet").astype(object).fillna("").drop(columns="experiment")
