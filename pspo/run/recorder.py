@@ -72,6 +72,8 @@ class Recorder:
     tokens: int = 0  # prompts' and completions', of the rollouts that were trained on
     skipped: int = 0  # optimizer steps in a row, up to now
     rollout: OpenRollout = field(default_factory=OpenRollout)
+    bar: Bar = field(init=False)  # from `start` on, as the tracker
+    tracker: Any = field(init=False)
     failures: dict[str, str] = field(default_factory=dict)  # by reward the first error in this process, in a line
 
     def __post_init__(self) -> None:
