@@ -74,11 +74,9 @@ def describe_results(summary: Record) -> str:
             header = f"{measure_name(name)} [95%]" if name in ESTIMATES else measure_name(name)
             columns[header] = {model: as_text(name, test[name]) for model, test in numbers.items() if name in test}
     lines = [table("greedy, held-out", columns)] if columns else []
-    validations = {
-        record["step"]: plain(record["validation_reward"]) for record in summary["validation"].values() if record
-    }
+    validations = [plain(record) for record in summary["validation"].values() if record]
     rewards = []
-    for step, reward in sorted(validations.items()):
+    for step, reward in sorted({record["step"]: record["validation_reward"] for record in validations}.items()):
         rewards.append(f"{'unknown' if reward is None else format(reward, '.3f')} at step {step}")
     if rewards:
         lines.append(f"validation reward {', '.join(rewards)}; the model of step {best_step} is returned")

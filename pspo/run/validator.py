@@ -72,8 +72,7 @@ class Validator:
             save_model(self.learner.policy, self.recorder.tokenizer, self.output / "best", record)
         if dist.is_main():
             measures = "  ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.items())
-            best_step = self.validations["best"]["step"]
-            print_timed(f"step {step}  {measures}  best at {best_step}", self.config.run.quiet)
+            print_timed(f"step {step}  {measures}  best at {self.validations['best']['step']}", self.config.run.quiet)
         return validation
 
     def test(self, policy: transformers.PreTrainedModel, when: str) -> dict[str, Any]:
