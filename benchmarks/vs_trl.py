@@ -26,7 +26,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -34,7 +34,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    TrainerCallback,
+)
 
 from pspo import config as C
 from pspo.losses import Clip
@@ -247,23 +254,10 @@ def run_pspo(
     return records
 
 
-def run_trl(
-    workload: Workload, folder: str, rollouts: int, vllm: bool = False, dtype: str = "fp32", lora: int = 0,
-    data: str | None = None, device: torch.device = CPU,
-) -> Records:  # fmt: skip
-    """The same by TRL's trainer."""
-    from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    def reward(completions: list, completion_ids: list, gold: list, **_: Any) -> list[float]:
-        return workload.rewards(completion_ids, [completion[0]["content"] for completion in completions], gold)
-
-    gpu = device.type == "cuda"
+def trl_arguments(workload: Workload, rollouts: int, vllm: bool, bf16: bool, gpu: bool) -> dict[str, Any]:
+    """TRL's, of what pspo does with the workload."""
     accumulate = workload.rows // workload.microbatch
-    bf16 = dtype == "bf16"
-    switches: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(), "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
         "logging_steps": 1 if vllm else 10**9, "shuffle_dataset": False, "use_cpu": not gpu,
         "dataloader_pin_memory": gpu, "per_device_train_batch_size": workload.microbatch,
@@ -275,14 +269,59 @@ def run_trl(
         "gradient_checkpointing": False,
     }  # fmt: skip
     if vllm:
-        switches |= {
+        arguments |= {
             "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
             "vllm_max_model_length": PROMPT + workload.tokens, "vllm_importance_sampling_mode": "token_truncate",
             "vllm_importance_sampling_clip_max": 3.0, "top_p": 1.0,
             "generation_kwargs": {"ignore_eos": True, "detokenize": False},
         }  # fmt: skip
     elif workload.forced:
-        switches["generation_kwargs"] = {"min_new_tokens": workload.tokens}
+        arguments["generation_kwargs"] = {"min_new_tokens": workload.tokens}
+    return arguments
+
+
+class RolloutTimer(TrainerCallback):
+    """Keeps the records of a trainer of TRL's, each of a rollout and its two optimizer steps."""
+
+    def __init__(self, trainer: Any, clock: Clock):
+        self.clock = clock
+        self.records: Records = []
+        self.loaded = resident_mb()
+        self.began = 0.0
+        self.tokens = 0  # up to the last record
+        trainer._generate = clock("generate")(trainer._generate)
+        trainer._generate_and_score_completions = clock("rollout")(trainer._generate_and_score_completions)
+        trainer.add_callback(self)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % 2 == 0:
+            self.clock.seconds.clear()
+            self.began = self.clock.now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % 2 == 0:
+            s = self.clock.seconds
+            total = self.clock.now() - self.began
+            tokens = int(state.num_input_tokens_seen)
+            self.records.append({"generate": s["generate"], "old log-probs": s["rollout"] - s["generate"],
+                                 "train": total - s["rollout"], "total": total, "tokens": tokens - self.tokens,
+                                 "loaded_mb": self.loaded})  # fmt: skip
+            self.tokens = tokens
+
+
+def run_trl(
+    workload: Workload, folder: str, rollouts: int, vllm: bool = False, dtype: str = "fp32", lora: int = 0,
+    data: str | None = None, device: torch.device = CPU,
+) -> Records:  # fmt: skip
+    """The same by TRL's trainer."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions: list, completion_ids: list, gold: list, **_: Any) -> list[float]:
+        return workload.rewards(completion_ids, [completion[0]["content"] for completion in completions], gold)
+
+    bf16 = dtype == "bf16"
     system = {"role": "system", "content": C.SYSTEM_PROMPT}
     problems = workload.problems(rollouts, data)
     rows = [{"prompt": [system, {"role": "user", "content": p.prompt}], "gold": int(p.answer)} for p in problems]
@@ -291,53 +330,19 @@ def run_trl(
     trainer = GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if frozen_in_bf16 else torch.float32),
         reward,
-        args=GRPOConfig(**switches),
+        args=GRPOConfig(**trl_arguments(workload, rollouts, vllm, bf16, gpu=device.type == "cuda")),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder),
         peft_config=adapters,
     )
-    records = []
-    clock = Clock(device, wall=vllm)
-    began = 0.0
-    seen = 0
-    loaded = resident_mb()
-
-    def timed(phase: str, function: Callable) -> Callable:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with clock(phase):
-                return function(*args, **kwargs)
-
-        return wrapper
-
-    trainer._generate = timed("generate", trainer._generate)
-    trainer._generate_and_score_completions = timed("rollout", trainer._generate_and_score_completions)
-
-    class PerRollout(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            nonlocal began
-            if state.global_step % 2 == 0:
-                clock.seconds.clear()
-                began = clock.now()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            nonlocal seen
-            if state.global_step % 2 == 0:
-                s = clock.seconds
-                total = clock.now() - began
-                before = seen
-                seen = int(state.num_input_tokens_seen)
-                records.append({"generate": s["generate"], "old log-probs": s["rollout"] - s["generate"],
-                                "train": total - s["rollout"], "total": total, "tokens": seen - before,
-                                "loaded_mb": loaded})  # fmt: skip
-
-    trainer.add_callback(PerRollout())
+    timer = RolloutTimer(trainer, Clock(device, wall=vllm))
     trainer.train()
     if vllm:
         name = "sampling/sampling_logp_difference/mean"
         logged = [log[name] for log in trainer.state.log_history if name in log]  # once a rollout
-        for record, apart in zip(records, logged, strict=True):
+        for record, apart in zip(timer.records, logged, strict=True):
             record["nats apart"] = apart
-    return records
+    return timer.records
 
 
 def measure(side: str, workload: Workload, folder: str, options: argparse.Namespace) -> Records:
