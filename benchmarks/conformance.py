@@ -539,33 +539,25 @@ def advantage_table() -> list[tuple[str, Tensor, Tensor]]:
     ]  # fmt: skip
 
 
-def bridge_table() -> list[tuple[str, list[float]]]:
-    """By surrogate the differences of loss and gradient through the bridge to TRL, then to verl; then the largest of
-    the three losses to float64's. Each is the largest of the three aggregations.
+def through_bridge(here: Ours) -> list[float]:
+    """Differences of loss and gradient through the bridge, of TRL and of verl; and the losses' largest to float64's.
 
     Losses are compared as shares of the mean |token loss|: losses of both signs cancel, their roundings do not.
     """
     batch = make_batch()
     exact_batch = {name: values.double() if values.is_floating_point() else values for name, values in batch.items()}
-    rows = []
-    for surrogate in BRIDGED:
-        name = f"pspo.{type(surrogate).__name__}"
-        columns = []
-        for how in VERL_HOW:
-            here = Ours(surrogate, how)
-            through_trl = trl(how, surrogate=surrogate).loss(here)
-            policy_loss = pspo_bridge.verl.PolicyLossConfig(loss_mode=name, arguments=vars(surrogate))
-            through_verl = verl(name, policy_loss=policy_loss).loss(here)
-            sides = [loss_and_gradient(loss, batch) for loss in (here, through_trl, through_verl)]
-            exact, _ = loss_and_gradient(here, exact_batch)
-            size, _ = loss_and_gradient(Ours(lambda *x, surrogate=surrogate: surrogate(*x).abs(), how), batch)
-            mine, gradient = sides[0]
-            column = []
-            for theirs, their_gradient in sides[1:]:
-                column += [abs(theirs - mine) / size, largest_difference(gradient, their_gradient)]
-            columns.append([*column, max(abs(loss - exact) for loss, _ in sides) / size])
-        rows.append((repr(surrogate), [max(values) for values in zip(*columns, strict=True)]))
-    return rows
+    exact, _ = loss_and_gradient(here, exact_batch)
+    size, _ = loss_and_gradient(replace(here, surrogate=lambda *x: here.surrogate(*x).abs()), batch)
+    mine, gradient = loss_and_gradient(here, batch)
+    name = f"pspo.{type(here.surrogate).__name__}"
+    policy_loss = pspo_bridge.verl.PolicyLossConfig(loss_mode=name, arguments=vars(here.surrogate))
+    differences = []
+    losses = [mine]
+    for peer in (trl(here.how, surrogate=here.surrogate), verl(name, policy_loss=policy_loss)):
+        theirs, their_gradient = loss_and_gradient(peer.loss(here), batch)
+        differences += [abs(theirs - mine) / size, largest_difference(gradient, their_gradient)]
+        losses.append(theirs)
+    return [*differences, max(abs(loss - exact) for loss in losses) / size]
 
 
 def main() -> int:
@@ -592,9 +584,11 @@ def main() -> int:
         print(f"| {each.name} | {each.what} | {apart:.0%} | {each.settings} | {agree:.1e} |")
     print("\n| through the bridge | TRL: loss | gradient | verl: loss | gradient | loss, to float64 |")
     print("|---|---|---|---|---|---|")
-    for name, values in bridge_table():
+    for surrogate in BRIDGED:
+        columns = [through_bridge(Ours(surrogate, how)) for how in VERL_HOW]
+        values = [max(by_how) for by_how in zip(*columns, strict=True)]
         worst = max(worst, *values)
-        print(f"| `{name}` | {' | '.join(f'{value:.1e}' for value in values)} |")
+        print(f"| `{surrogate}` | {' | '.join(f'{value:.1e}' for value in values)} |")
     print("\n| through a model | difference |\n|---|---|")
     farthest = 0.0
     for name, here in THROUGH_MODEL.items():
