@@ -20,10 +20,7 @@ from pspo.tasks.files import table_records
 def config_from_python(
     file: str | Path | None = None, check: Callable[[TrainConfig], None] = lambda config: None, **sections: Any
 ) -> tuple[TrainConfig, Settings]:
-    """`pspo.cli.parse.parse` for `pspo.train`'s arguments, which override the YAML file.
-
-    Problems among them are written into the run's folder, once the configuration has passed ``check``.
-    """
+    """The configuration of `pspo.train`'s arguments over a YAML file, checked before problems are written for it."""
     words = [] if file is None else ["--config", str(file)]
     settings = {name: section_settings(name, section) for name, section in sections.items()}
     data = settings.get("data", {})

@@ -194,17 +194,15 @@ def load_states(folder: Path, mmap: bool = False) -> dict[str, Any]:
         return torch.load(folder / "parts.pt", map_location="cpu", mmap=mmap, weights_only=True)
 
 
-def save_model(
-    policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, validation: Any = None
-) -> None:
-    """Save a model, with its validation if there is one, replacing ``folder`` at once; RunFailed if that fails."""
+def save_model(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, record: Any = None) -> None:
+    """Save a model, with its validation's record if any, replacing ``folder`` at once; RunFailed if that fails."""
     weights = dist.full_state_dict(policy)
 
     def save() -> None:
         with files.whole_folder(folder) as temporary:
             write_model(policy, tokenizer, temporary, weights)
-            if validation is not None:
-                files.write_json(temporary / "validation.json", validation)
+            if record is not None:
+                files.write_json(temporary / "validation.json", record)
                 files.write_manifest(temporary)
 
     dist.run_on_main(save)

@@ -233,10 +233,8 @@ def rollout_metrics(rows: Rows, problems: Sequence[Problem]) -> dict[str, float]
     metrics["truncated_share"] = np.mean(rows.truncated)
     if rows.turns[0] is not None:
         metrics["turns"] = np.mean(rows.turns)
-    answers = [problems[i].answer for i in rows.problem]
-    formats = [
-        matches_format(text) for text, gold in zip(rows.text, answers, strict=True) if isinstance(gold, Fraction)
-    ]
+    has_number = [isinstance(problems[i].answer, Fraction) for i in rows.problem]
+    formats = [matches_format(text) for text, is_number in zip(rows.text, has_number, strict=True) if is_number]
     if formats:
         metrics["format_share"] = np.mean(formats)
     for name in dict.fromkeys(chain(*rows.logged)):  # which differ by rank

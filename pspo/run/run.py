@@ -44,11 +44,14 @@ from pspo.update import drawn_logprobs
 from pspo.update.learner import check_reference, make_learner
 from pspo.update.optimizers import check_optimizer
 
+Summary = dict[str, Any]  # of a run, as in summary.json
+OnRollout = Callable[[Experience, list[dict[str, float]]], None]  # of a rollout and its steps' metrics
+
 
 class Run:
     """The parts of a run; ``resources`` are closed with it: the folder's lock, the engine."""
 
-    on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None = None  # a rollout, its steps' metrics
+    on_rollout: OnRollout | None = None
 
     def __init__(self, config: TrainConfig, settings: Settings, output: Path, resources: contextlib.ExitStack) -> None:
         """Load data and model, and make the parts; what can be refused without the model is refused before it."""
@@ -162,7 +165,7 @@ class Run:
             self.take_snapshot()
             self.checkpointer.save_snapshot()
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> Summary:
         """Save the final model, test it and the best one by validation (step 0's included), and return the summary."""
         self.recorder.bar.close()
         self.checkpointer.snapshot = {}  # this step is saved; for its test the best model takes the policy's place
@@ -306,7 +309,7 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
 # --- the command, and the call from Python
 
 
-def print_if_finished(config: RunConfig, settings: Settings) -> dict[str, Any]:
+def print_if_finished(config: RunConfig, settings: Settings) -> Summary:
     """Print and return the summary of a finished run of this configuration; {} without, or if it may be longer."""
     file = Path(config.output_dir or "") / "summary.json"
     if config.output_dir is None or not file.exists():
@@ -321,7 +324,7 @@ def print_if_finished(config: RunConfig, settings: Settings) -> dict[str, Any]:
     return summary
 
 
-def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, Any]:
+def run_training(train: Callable[[Run], Summary], run: Run) -> Summary:
     """Train, print the result, and return the summary."""
     if not run.config.run.quiet:
         print_header(run)
@@ -338,7 +341,7 @@ def run_training(train: Callable[[Run], dict[str, Any]], run: Run) -> dict[str, 
     "begin anew, or with --run.fork_from, under lower --optimizer.microbatch_tokens, --rollout.max_rows or "
     "--run.validation_limit, or --model.gradient_checkpointing true",
 )
-def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | None = None) -> None:
+def train_command(train: Callable[[Run], Summary], args: Sequence[str] | None = None) -> None:
     """Train by the command's arguments; exits with 1 if a run fails, 2 for errors of the user, 75 or 130 if stopped."""
     config, settings = parse(TrainConfig, "pspo.train", args)
     with user_errors("pspo.train"):
@@ -350,11 +353,8 @@ def train_command(train: Callable[[Run], dict[str, Any]], args: Sequence[str] | 
 
 
 def train_from_python(
-    train: Callable[[Run], dict[str, Any]],
-    file: str | Path | None,
-    sections: dict[str, Any],
-    on_rollout: Callable[[Experience, list[dict[str, float]]], None] | None,
-) -> dict[str, Any]:
+    train: Callable[[Run], Summary], file: str | Path | None, sections: Settings, on_rollout: OnRollout | None
+) -> Summary:
     """Train by a YAML file and sections of the configuration over it; returns the summary."""
     try:
         config, settings = config_from_python(file, check_packages, **sections)
