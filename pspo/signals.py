@@ -40,16 +40,11 @@ def replace_handlers(handler: Callable[[int], None]) -> dict[int, Any]:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT in a `with` block: the first asks the run to stop, the second raises KeyboardInterrupt.
-
-    Attributes:
-        error: Stopped, once a signal has asked the run to stop.
-        is_drawing: True while a rollout is drawn, which the first signal may interrupt at once.
-    """
+    """SIGTERM and SIGINT in a `with` block: the first asks the run to stop, the second raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
-        self.error: Stopped | None = None
-        self.is_drawing = False
+        self.error: Stopped | None = None  # set once a signal has asked the run to stop
+        self.is_drawing = False  # True while a rollout is drawn, which the first signal may interrupt at once
 
     def __enter__(self) -> None:
         self.previous = replace_handlers(self.receive)

@@ -29,10 +29,7 @@ def print_timed(text: str, quiet: bool = False) -> None:
 
 
 class Bar(tqdm):
-    """Progress bar on a terminal, with lines of history above it; elsewhere the lines alone.
-
-    Times are of a clock that is never set back; tqdm's own are not shown.
-    """
+    """Progress bar on a terminal, with lines of history above it; elsewhere the lines alone."""
 
     def __init__(self, quiet: bool = False, **options: Any) -> None:
         self.quiet = quiet
@@ -44,7 +41,7 @@ class Bar(tqdm):
 
     def restart_clock(self) -> None:
         """Measure speed, and the time that is left, from now on."""
-        self.started = time.monotonic()
+        self.started = time.monotonic()  # a clock that is never set back, unlike tqdm's, whose times are not shown
         self.printed = 0.0  # seconds after the start
 
     def advance(self, n: int = 1, status: str = "", always: bool = False) -> None:

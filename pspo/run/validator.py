@@ -1,44 +1,40 @@
 """Validator: validates and tests a run's models, and keeps the best."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-import transformers
+from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import Evaluation, evaluate
+from pspo.evaluate.statistics import Record
 from pspo.files import to_jsonl, write_errors, write_text
 from pspo.rollout import How, Prompts, Sampler
 from pspo.run.checkpointer import load_weights, save_model
 from pspo.run.recorder import Recorder
 from pspo.terminal import print_timed
 
+KINDS = ("untrained", "best", "best_trained", "final")  # of step 0, the best (in best/), that without step 0, the last
 
+
+@dataclass
 class Validator:
-    """Validates the policy when due, keeps the best model in ``best/``, and tests the first and the last one.
+    """Validates the policy when due, keeps the best model in ``best/``, and tests the first and the last one."""
 
-    Attributes:
-        before: `Evaluation.record` of the model that the run starts with; {} if not tested, None until it is.
-        validations: of step 0, the best (in ``best/``), the best without step 0, and the last; {} where there is none.
-    """
+    config: TrainConfig
+    sampler: Sampler
+    how: How
+    recorder: Recorder
+    prompts: dict[str, Prompts]  # by split
+    before: Record | None = None  # test of the model that the run starts with; {} without a test, None until then
+    validations: dict[str, Record] = field(default_factory=lambda: {kind: {} for kind in KINDS})  # {}: none yet
 
-    def __init__(
-        self, config: TrainConfig, sampler: Sampler, how: How, recorder: Recorder, prompts: dict[str, Prompts]
-    ) -> None:
-        self.config = config
-        self.sampler = sampler
-        self.how = replace(how, generators=None)
-        self.recorder = recorder
-        self.prompts = prompts
-        self.learner = recorder.learner
-        self.output = recorder.output
-        self.fingerprint = {split: prompts[split].fingerprint() for split in prompts if split != "train"}
-        self.before: dict[str, Any] | None = None
-        self.validations: dict[str, dict[str, Any]] = {"untrained": {}, "best": {}, "best_trained": {}, "final": {}}
+    def __post_init__(self) -> None:
+        self.how = replace(self.how, generators=None)
+        self.learner = self.recorder.learner
+        self.output = self.recorder.output
+        self.fingerprint = {split: prompts.fingerprint() for split, prompts in self.prompts.items() if split != "train"}
 
     def start(self) -> None:
         """Test and validate the model that the run starts with, unless that is done."""
@@ -75,13 +71,13 @@ class Validator:
             print_timed(f"step {step}  {measures}  best at {self.validations['best']['step']}", self.config.run.quiet)
         return validation
 
-    def test(self, policy: transformers.PreTrainedModel, when: str) -> dict[str, Any]:
+    def test(self, policy: PreTrainedModel, when: str) -> Record:
         """Evaluate greedily on the held-out problems, and keep the completions; {} for --run.test_limit 0."""
         if not self.config.run.test_limit:
             return {}
         evaluation = self.evaluate("test", How(self.how.sampling.greedy(), policy), f"test {when}")  # by no engine
 
-        def write() -> dict[str, Any]:
+        def write() -> Record:
             path = self.output / f"test-{when}.jsonl"
             with write_errors(path):
                 write_text(path, to_jsonl(evaluation.completions))
@@ -103,7 +99,7 @@ class Validator:
             shown_failures=self.recorder.failures,
         )
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> Record:
         """Save the final model, and test it and the best one; returns the results of all tests and validations."""
         policy = self.learner.policy
         save_model(policy, self.recorder.tokenizer, self.output / "final")
@@ -123,9 +119,9 @@ class Validator:
             "best_step": best_step,
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         return {"fingerprint": self.fingerprint, "before": self.before, "validations": dict(self.validations)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Record) -> None:
         self.before = state["before"]
         self.validations = state["validations"]
