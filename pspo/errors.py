@@ -29,10 +29,7 @@ _NOT_USER_CODE = (*(f"{folder}{os.sep}" for folder in _FOLDERS), "<frozen")  # p
 
 
 class Stopped(BaseException):
-    """A signal has stopped the run.
-
-    Not an Exception: raised in the middle of a forward pass, no handler of a library may take it for a failure.
-    """
+    """A signal has stopped the run. No Exception: in a forward pass, a library could take that for a failure."""
 
 
 class RunFailed(RuntimeError):
