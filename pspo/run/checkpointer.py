@@ -24,7 +24,6 @@ from pspo.model.find import read_adapter_config
 from pspo.model.load import read_policy, write_model
 from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
-from pspo.tasks.files import plain
 from pspo.token_table import TOKENS
 
 
@@ -90,19 +89,12 @@ class Checkpointer:
 
     def resume(self, checkpoint: Path) -> None:
         """Restore parts and folder to a checkpoint. Raises ValueError if the run has other problems now."""
-        output = self.output
-        print(f"resuming {output} from {checkpoint.name}")
+        print(f"resuming {self.output} from {checkpoint.name}")
         states = self.load(checkpoint)
         for name in ("stream", "validator"):
             if states[name]["fingerprint"] != self.parts[name].fingerprint:
-                raise ValueError(f"--run.output_dir {output} has other problems under this name: choose another folder")
-        validations = states["validator"]["validations"]
-        if validations["best"]:
-            damage = files.find_damage(output / "best")
-            if damage is not None:
-                raise ValueError(f"{damage}: restore it, or start anew from this run with --run.fork_from {output}")
-            if files.read_json(output / "best" / "validation.json") != plain(validations["best"]):
-                validations["best"] = {}  # best/ is of a later step, to which a resumed run on a GPU may not come
+                fix = "choose another folder"
+                raise ValueError(f"--run.output_dir {self.output} has other problems under the same name: {fix}")
         for name, state in states.items():
             self.parts[name].load_state_dict(state)
         dist.run_on_main(self.cut_back)

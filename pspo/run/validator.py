@@ -9,10 +9,11 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import Evaluation, evaluate
 from pspo.evaluate.statistics import Record
-from pspo.files import to_jsonl, write_errors, write_text
+from pspo.files import find_damage, read_json, to_jsonl, write_errors, write_text
 from pspo.rollout import How, Prompts, Sampler
 from pspo.run.checkpointer import load_weights, save_model
 from pspo.run.recorder import Recorder
+from pspo.tasks.files import plain
 from pspo.terminal import print_timed
 
 KINDS = ("untrained", "best", "best_trained", "final")  # of step 0, the best (in best/), that without step 0, the last
@@ -125,3 +126,10 @@ class Validator:
     def load_state_dict(self, state: Record) -> None:
         self.before = state["before"]
         self.validations = state["validations"]
+        if self.validations["best"]:
+            damage = find_damage(self.output / "best")
+            if damage is not None:
+                fix = f"restore it, or start anew from this run with --run.fork_from {self.output}"
+                raise ValueError(f"{damage}: {fix}")
+            if read_json(self.output / "best" / "validation.json") != plain(self.validations["best"]):
+                self.validations["best"] = {}  # best/ is of a later step, to which a resumed run on a GPU may not come
