@@ -131,19 +131,21 @@ class CodeReward(Reward):
             )
             try:
                 lines = reports(process.stdout.fileno(), secret, self.seconds)
-                started = next(lines, {})
+                started = json.loads(next(lines, b"{}"))
                 if "ready" not in started:
                     reason = started.get("refused", "Python did not start in it")
                     raise RewardError(f"CodeReward: the sandbox cannot be set up here: {reason}; no program was run")
-                return next(lines, {}).get("passed", 0)
+                report = re.search(rb'"passed": (\d{1,9})\}$', next(lines, b""))  # which the program may have written
+                passed = int(report[1]) if report else 0
+                return passed if passed <= len(tests) else 0
             finally:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 process.stdout.close()
 
 
-def reports(descriptor: int, secret: str, seconds: float) -> Iterator[dict]:
-    """Yield the sandbox's reports until SECONDS after the first; lines without the secret are ignored."""
+def reports(descriptor: int, secret: str, seconds: float) -> Iterator[bytes]:
+    """Yield the sandbox's reports, of a line each, until SECONDS after the first; lines without the secret are ignored."""
     deadline = time.monotonic() + START_SECONDS
     size = 0
     rest = b""
@@ -155,4 +157,4 @@ def reports(descriptor: int, secret: str, seconds: float) -> Iterator[dict]:
         for line in lines:
             if secret.encode() in line:
                 deadline = time.monotonic() + seconds
-                yield json.loads(line)
+                yield line

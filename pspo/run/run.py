@@ -145,6 +145,7 @@ class Run:
 
     def conclude_rollout(self, experience: Experience, steps: list[dict[str, float]]) -> None:
         """Record a rollout that was trained on, by ``steps`` with these metrics; validate and save if due."""
+        self.checkpointer.snapshot = {}  # it is of the weights before these steps
         self.recorder.record(experience, steps)
         self.close_rollout()
         if self.on_rollout is not None:

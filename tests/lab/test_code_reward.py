@@ -138,6 +138,10 @@ ENDLESS = {
                        "    except (OSError, ValueError): pass\nwhile True: pass",
     "memory": "parts = []\nwhile True: parts.append('x' * 10**7)",
 }  # fmt: skip
+STOLEN = (
+    "import json, os, sys\nframe = sys._getframe()\nwhile 'channel' not in frame.f_locals: frame = frame.f_back\n"
+    "secret, channel = frame.f_locals['specification']['secret'], frame.f_locals['channel']\n"
+)
 REFUSED = {
     "fork": "import os; os.fork()",
     "socket": "import socket; socket.socket()",
@@ -152,6 +156,8 @@ REFUSED = {
     "a report": "import json, os\nfor fd in range(64):\n"
                 "    try: os.write(fd, json.dumps({'secret': '', 'passed': 1}).encode() + b'\\n')\n"
                 "    except OSError: pass\nos._exit(0)",
+    "a stolen report": f"{STOLEN}os.write(channel, json.dumps([secret]).encode() + b'\\n')",
+    "a report of too many": f"{STOLEN}os.write(channel, json.dumps({{'secret': secret, 'passed': 2}}).encode() + b'\\n')",
     "a flood": "import os\nwhile True:\n    for fd in range(64):\n        try: os.write(fd, b'x' * 65536)\n"
                "        except OSError: pass",
 }  # fmt: skip
