@@ -145,7 +145,7 @@ class CodeReward(Reward):
 
 
 def reports(descriptor: int, secret: str, seconds: float) -> Iterator[bytes]:
-    """Yield the sandbox's reports, of a line each, until SECONDS after the first; lines without the secret are ignored."""
+    """Yield the sandbox's reports, lines, until SECONDS after the first; lines without the secret are ignored."""
     deadline = time.monotonic() + START_SECONDS
     size = 0
     rest = b""

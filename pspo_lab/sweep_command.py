@@ -31,7 +31,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from pspo import distributed as dist
-from pspo.cli.parse import flat, parse
+from pspo.cli.parse import parse
 from pspo.cli.values import to_yaml
 from pspo.config import require
 from pspo.endings import EXIT_INTERRUPTED, EXIT_STOPPED, user_errors
@@ -40,7 +40,7 @@ from pspo.tasks.files import local_path
 from pspo.terminal import Bar
 from pspo_lab.power import Estimate
 from pspo_lab.runs import Runs, read_runs, run_folders
-from pspo_lab.sweep_plan import MODEL, WEIGHTS, Job, Method, SweepConfig, make_plan, switch_words
+from pspo_lab.sweep_plan import MODEL, WEIGHTS, Job, Method, SweepConfig, make_plan
 from pspo_lab.tables import Column, main_values, noise_floor
 
 
@@ -128,17 +128,19 @@ def commands(job: Job) -> Iterator[tuple[list[str], Path]]:
         config = job.folder.with_suffix(".yaml")
         write_text(config, to_yaml(job.config))
         yield ["pspo.train", "--config", str(config)], job.folder / "summary.json"
-    for name, switches in job.evaluate.items():
-        product = job.folder / name / "results.json"
+    for folder, values in job.evaluate.items():
+        product = job.folder / folder / "results.json"
         if product.exists():
             continue
-        if job.stage == "untrained":
-            values = flat(job.config)
-            model = {switch: values[switch] for switch in MODEL}
-        else:
+        model = {name: job.config["model"][name] for name in MODEL}
+        if job.stage != "untrained":
             best = Path(read_json(job.folder / "summary.json")["best_model"]).name
-            model = {"model.name_or_path": str(job.folder / best)}  # the sweep may have been moved
-        yield ["pspo.evaluate", *switch_words(switches | model | {"run.output_dir": str(product.parent)})], product
+            model |= {"name_or_path": str(job.folder / best), "revision": None}  # the sweep may have been moved
+        run = values["run"] | {"output_dir": str(product.parent)}
+        config = job.folder / f"{folder}.yaml"
+        job.folder.mkdir(parents=True, exist_ok=True)
+        write_text(config, to_yaml(values | {"model": values["model"] | model, "run": run}))
+        yield ["pspo.evaluate", "--config", str(config)], product
 
 
 def main(args: Sequence[str] | None = None) -> None:

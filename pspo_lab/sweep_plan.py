@@ -8,17 +8,17 @@ from dataclasses import MISSING, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
-from pspo.cli.parse import argument_text, parse, require_same
-from pspo.config import EvaluateConfig, Section, TrainConfig, require, switch
+from pspo.cli.parse import DERIVED, Settings, argument_text, make_config, require_same
+from pspo.config import EvaluateConfig, Section, TrainConfig, find_switches, require, switch
 from pspo.endings import user_errors
 from pspo.files import read_jsonl
 
 WEIGHTS = ("best", "final", "checkpoints")  # folders of a run
-MODEL = ("model.name_or_path", "model.revision", "model.trust_remote_code")
+MODEL = ("name_or_path", "revision", "trust_remote_code")  # of a run's model, for its evaluations
 Switches = dict[str, Any]
-parse_once = functools.cache(parse)  # a search has two stages with the same switches
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Job:
     stage: str
     setting: str
     seed: int
-    config: dict[str, Any]
-    evaluate: dict[str, Switches]
+    config: Settings
+    evaluate: dict[str, Settings]
 
     @property
     def trained(self) -> bool:
@@ -152,16 +152,14 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
     for name in sweep.only or sweep.experiments:
         require(name in sweep.experiments, "only", f"must name experiments ({', '.join(sweep.experiments)})", name)
         experiment = sweep.experiments[name]
-        evaluations = {}
-        for folder, switches in experiment.evaluate.items():
-            prog = f"pspo sweep: {name}, evaluate {folder}"
-            _, evaluations[folder] = parse(EvaluateConfig, prog, switch_words(switches))
+        evaluations = read_evaluations(name, experiment)
         methods = [make_method(sweep, name, method, grid) for method, grid in experiment.methods.items()]
         if evaluations:
             methods.append(untrained_evaluations(sweep, name, [job for method in methods for job in method.possible]))
         for job in (job for method in methods for job in method.possible):
             for folder in job.evaluate:
-                require_same_switches(job.folder / folder, evaluations[folder], [*MODEL, "run.output_dir", "run.quiet"])
+                ignored = [*(f"model.{name}" for name in MODEL), "run.output_dir", "run.quiet"]
+                require_same_switches(job.folder / folder, evaluations[folder], ignored)
         plan += methods
     return plan
 
@@ -200,7 +198,7 @@ def untrained_evaluations(sweep: SweepConfig, name: str, jobs: list[Job]) -> Met
         model = job.config["model"]
         setting = folder_name("-".join(filter(None, [model["name_or_path"], model["revision"]])))
         folder = Path(sweep.output, name, "untrained", setting)
-        evaluate = sweep.experiments[name].evaluate
+        evaluate = read_evaluations(name, sweep.experiments[name])
         possible[setting] = replace(job, folder=folder, stage="untrained", setting=setting, evaluate=evaluate)
     settings = {setting: {} for setting in possible}
     return Method(name, "untrained", settings, {"untrained": None}, list(possible.values()))
@@ -212,7 +210,7 @@ def setting_jobs(
     """Jobs of a setting in a stage; ValueError if one cannot run or was run with other switches."""
     prog = f"pspo sweep: {name}/{setting}"
     searching = stage != "full"
-    config, switch_values = parse_once(TrainConfig, prog, tuple(switch_words(switches)))
+    config, switch_values = read_switches(TrainConfig, prog, switches)
     jobs = []
     with user_errors(prog):
         fits = (config.distributed.strategy == "none") == (sweep.processes == 1)
@@ -222,7 +220,7 @@ def setting_jobs(
         for seed in seeds:
             folder = Path(sweep.output, f"{name}-search" if searching else name, setting, f"seed-{seed}")
             values = switch_values | {"run": switch_values["run"] | {"seed": seed, "output_dir": str(folder)}}
-            evaluate = {} if searching else sweep.experiments[name].evaluate
+            evaluate = {} if searching else read_evaluations(name, sweep.experiments[name])
             require_same_switches(folder, values, ["run.output_dir"])
             jobs.append(Job(folder, stage, setting, seed, values, evaluate))
     return jobs
@@ -248,7 +246,26 @@ def folder_name(text: str) -> str:
     return re.sub(r"[^\w.=+-]", "_", text)
 
 
-def switch_words(switches: Switches) -> list[str]:
-    """Arguments of a command: later ones override, so a file comes first, and a class before its parameters."""
-    names = sorted(switches, key=lambda name: (name != "config", name.count(".")))
-    return [f"--{name}={argument_text(switches[name])}" for name in names]
+def read_evaluations(name: str, experiment: Experiment) -> dict[str, Settings]:
+    """The configurations of an experiment's evaluations by folder."""
+    return {
+        folder: read_switches(EvaluateConfig, f"pspo sweep: {name}, evaluate {folder}", switches)[1]
+        for folder, switches in experiment.evaluate.items()
+    }
+
+
+def read_switches(config_class: type[C], prog: str, switches: Switches) -> tuple[C, Settings]:
+    """The configuration of switches, of which null leaves one open, and as YAML has it."""
+    left_open = [name for name, value in switches.items() if value is None and name in find_switches(config_class)]
+    # Later words override: a file comes first, and a class before its parameters.
+    names = sorted(switches.keys() - left_open, key=lambda name: (name != "config", name.count(".")))
+    words = [f"--{name}={argument_text(switches[name])}" for name in names]
+    return read_words(config_class, prog, tuple(words), tuple(left_open))
+
+
+@functools.cache  # a search has two stages with the same switches
+def read_words(
+    config_class: type[C], prog: str, words: tuple[str, ...], left_open: tuple[str, ...]
+) -> tuple[C, Settings]:
+    with user_errors(prog):
+        return make_config(config_class, prog, words, {DERIVED: left_open})

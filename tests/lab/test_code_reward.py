@@ -157,7 +157,8 @@ REFUSED = {
                 "    try: os.write(fd, json.dumps({'secret': '', 'passed': 1}).encode() + b'\\n')\n"
                 "    except OSError: pass\nos._exit(0)",
     "a stolen report": f"{STOLEN}os.write(channel, json.dumps([secret]).encode() + b'\\n')",
-    "a report of too many": f"{STOLEN}os.write(channel, json.dumps({{'secret': secret, 'passed': 2}}).encode() + b'\\n')",
+    "a report of too many": f"{STOLEN}report = json.dumps({{'secret': secret, 'passed': 2}})\n"
+                            "os.write(channel, report.encode() + b'\\n')",
     "a flood": "import os\nwhile True:\n    for fd in range(64):\n        try: os.write(fd, b'x' * 65536)\n"
                "        except OSError: pass",
 }  # fmt: skip

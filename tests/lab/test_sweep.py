@@ -34,11 +34,8 @@ launched = [word for word in words if word.startswith("--nproc")]
 words = words[len(words) - words[::-1].index("-m"):]
 world = json.loads(Path("world.json").read_text())
 training = words[0] == "pspo.train"
-if training:
-    config = Path(words[2]).read_text()
-    folder = Path(yaml.safe_load(config)["run"]["output_dir"])
-else:
-    folder = Path(dict(word.removeprefix("--").split("=", 1) for word in words[1:])["run.output_dir"])
+config = Path(words[2]).read_text()
+folder = Path(yaml.safe_load(config)["run"]["output_dir"])
 name = "/".join(folder.parts[1:])
 noted = {"run": name, "pid": os.getpid(), "words": words, "launched": launched,
          "omp": os.environ.get("OMP_NUM_THREADS"), "cuda": os.environ.get("CUDA_VISIBLE_DEVICES")}
@@ -106,7 +103,8 @@ def calls() -> list[str]:
 
 
 def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, capsys):
-    sweep_file(search=SEARCH, seeds=[0, 1], evaluate={"evaluation": {"data.limit": 4, "eval.samples": 2}})
+    evaluate = {"evaluation": {"data.limit": 4, "eval.samples": 2, "data.system_prompt": None}}
+    sweep_file(search=SEARCH, seeds=[0, 1], evaluate=evaluate, shared={"data.system_prompt": None})
     grid = {A: 0.1, B: 0.6, C: 0.3, D: 0.5}  # B and D are kept; B was lucky with seed 42
     confirm = {f"{B}/seed-43": 0.1, f"{B}/seed-44": 0.2, f"{D}/seed-43": 0.5, f"{D}/seed-44": 0.4}
     rewards = {f"{setting}/seed-42": reward for setting, reward in grid.items()} | confirm
@@ -134,10 +132,10 @@ def test_the_protocol_runs_the_grid_the_best_again_and_what_wins_in_full(here, c
     assert (full.run.seed, full.run.max_steps, full.run.output_dir) == (1, 100, folders[0])
     assert (full.optimizer.lr, full.algorithm.surrogate.epsilon) == (5e-6, 0.2)
     assert (searched.run.seed, searched.run.max_steps) == (44, 6)
-    assert noted()[-1]["words"] == [
-        "pspo.evaluate", "--data.limit=4", "--eval.samples=2", f"--model.name_or_path={folders[0]}/best",
-        f"--run.output_dir={folders[0]}/evaluation",
-    ]  # fmt: skip
+    config, _ = parse(EvaluateConfig, "pspo.evaluate", noted()[-1]["words"][1:])
+    assert (config.data.limit, config.eval.samples) == (4, 2)
+    assert (config.model.name_or_path, config.run.output_dir) == (f"{folders[0]}/best", f"{folders[0]}/evaluation")
+    assert full.data.system_prompt is config.data.system_prompt is config.model.revision is None  # no text "null"
     assert [Path(folder, "best").exists() for folder in folders] == [True, False]  # a search needs no weights
     assert (sweep(), len(calls())) == (0, 13)  # finished runs are not run again
     assert sweep("--dry_run") == 0
