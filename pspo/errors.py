@@ -5,13 +5,13 @@
 | the last step is taken | none | final model, summary | the results | 0 |
 | first SIGTERM or Ctrl-C | Stopped | the snapshot | stopped; how to go on | 75 |
 | second one; in an evaluation the first | KeyboardInterrupt; Stopped | nothing more | stopped; how to go on | 130 |
-| a reward, environment or advantage raises | UserCodeFailed | the snapshot | the user's frames; how to go on | 1 |
+| a reward, environment or advantage raises, or a draw | UserCodeFailed | the snapshot | frames; how to go on | 1 |
 | a surrogate or term raises, or returns no loss of every token | UserCodeFailed | nothing more | the same | 1 |
 | an engine fails | EngineError, then RunFailed | nothing more | its line; how to go on | 1 |
 | ten skipped steps in a row, weights not finite, a full disk | RunFailed | nothing more | the cause and a fix | 1 |
 | a wrong switch, file or model, before the first rollout | ValueError, OSError | nothing | one line, with the fix | 2 |
 | out of memory, with the fewest rows and tokens, too | RuntimeError | nothing more | switches to lower | 1 |
-| another rank is lost, a fault of pspo | any other | nothing more | the traceback | 1 |
+| another rank is lost, a fault of pspo in a step | any other | nothing more | the traceback | 1 |
 
 The snapshot holds the parts' states when they last matched the weights, at the beginning of a rollout or validation:
 what was being drawn is drawn again. A run without a step saves none. "Nothing more": earlier checkpoints stay. From

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+import pspo.update.learner
 from benchmarks.gpu import candidates as patches
 from benchmarks.gpu.common import GROUP, Measurement, Options, in_turns, now
 from benchmarks.gpu.measurements import Load, decoding_inputs, measure, training_inputs
@@ -92,6 +93,7 @@ def train(options: Options, load: Load, candidate: Candidate) -> Rows:
     def step(side: str) -> float:
         start = now(device)
         with patched[side](learner.policy):
+            learner.shares_prompts = pspo.update.learner.shares_prompts(learner.policy)  # which a patch replaces
             (metrics,) = update(*inputs)
         norms.setdefault(side, metrics["grad_norm"])  # of the first step: the weights move a little
         return now(device) - start
