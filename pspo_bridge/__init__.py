@@ -1,4 +1,4 @@
-"""The losses of `pspo.losses` in other people's trainers; each module is for one of them, imported by its name."""
+"""Use the losses of `pspo.losses` in other trainers; each module serves one trainer and has its name."""
 
 import importlib
 import inspect
@@ -16,7 +16,7 @@ BUILT_IN = [kind.__name__ for kind in Surrogate.__subclasses__() if kind.__modul
 def make_surrogate(surrogate: Surrogate | str | dict[str, Any], **arguments: Any) -> Surrogate:
     """Make a surrogate from its name, such as "PSPO", or the import path of your own class, and its arguments.
 
-    {"class_path": "PSPO", "init_args": {"alpha": 0.2}} says both in one value. An instance is returned as it is.
+    {"class_path": "PSPO", "init_args": {"alpha": 0.2}} gives both in one value. An instance is returned unchanged.
     Raises ValueError for an unknown name or argument.
     """
     if isinstance(surrogate, dict):
@@ -39,7 +39,7 @@ def make_surrogate(surrogate: Surrogate | str | dict[str, Any], **arguments: Any
 
 
 def find_surrogate(name: str) -> type[Surrogate]:
-    """The class of a name or import path; "pspo.PSPO" and "pspo.losses.PSPO" are PSPO."""
+    """Return the class that a name or an import path means; "pspo.PSPO" and "pspo.losses.PSPO" both mean PSPO."""
     short = name.removeprefix("pspo.").removeprefix("losses.")
     if short in BUILT_IN:
         return getattr(losses, short)
@@ -60,17 +60,17 @@ def token_losses(
     mask: Tensor,
     step: int | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Losses (B, T) of B completions' tokens, with gradient, to be averaged as a trainer does, and metrics.
+    """Return the losses (B, T) of the tokens of B completions, with gradient and not yet averaged, and metrics.
 
     Args:
-        surrogate: as `make_surrogate` takes it.
+        surrogate: a name, an import path, a dict or an instance, as for `make_surrogate`.
         logprobs, old_logprobs, mask: (B, T), each row a completion; advantages: (B, 1) or (B, T).
-        step: optimizer steps taken so far, for a surrogate that asks for them.
+        step: number of optimizer steps taken so far; only a surrogate that depends on the step needs it.
 
     Returns:
-        The losses, 0 where masked, and scalars, means over the unmasked tokens with A != 0: ``ratio`` r; ``slope``
-        dL/dlogprob / (-A r): 1 - alpha for PSPO, 1 for NoClip, for Clip the share of tokens inside the range;
-        ``zero_weight_share``, the share of tokens without gradient. NaN where there is no such token.
+        The losses, 0 where masked, and three scalars over the unmasked tokens with A != 0, NaN if there are none:
+        ``ratio``, the mean of r; ``slope``, the mean of dL/dlogprob / (-A r): 1 - alpha for PSPO, 1 for NoClip, and
+        for Clip the share of tokens inside the range; ``zero_weight_share``, the share of tokens without gradient.
     """
     surrogate = make_surrogate(surrogate)
     loss = surrogate.bind_step(step or 0)

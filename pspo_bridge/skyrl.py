@@ -1,11 +1,11 @@
-"""SkyRL's registry of policy losses, with ours: trainer.algorithm.policy_loss_type=pspo.PSPO.
+"""Add the surrogates to SkyRL's registry of policy losses: trainer.algorithm.policy_loss_type=pspo.PSPO.
 
 In the script that starts SkyRL, before it initialises ray:
 
-    import pspo_bridge.skyrl                             # every surrogate with its default arguments
-    pspo_bridge.skyrl.register("PSPO", alpha=0.2)        # and one with others
+    import pspo_bridge.skyrl                             # every surrogate but DRO, with default arguments
+    pspo_bridge.skyrl.register("PSPO", alpha=0.2)        # one surrogate, with your arguments
 
-Tested with stand-ins of SkyRL's published functions: it is on no package index.
+Tested with stand-ins for SkyRL's published functions, as SkyRL is on no package index.
 """
 
 from typing import Any
@@ -19,12 +19,13 @@ from pspo_bridge import BUILT_IN, Surrogate, make_surrogate, token_losses
 
 
 def register(surrogate: Surrogate | str, anchor: str = "old", **arguments: Any) -> None:
-    """Register a surrogate as ``pspo.`` and its class's name, in place of an earlier one of that name.
+    """Register a surrogate as ``pspo.`` and its class name, in place of an earlier surrogate of the same name.
 
-    Ratios are to ``anchor``: "old", log-probs that SkyRL computes before its update, corrected as for its own losses;
-    or "rollout", the engine's, uncorrected: for its fully async trainer, whose policy has moved before that.
+    ``anchor`` says which log-probs ratios are to. "old": those that SkyRL computes before its update; it corrects the
+    losses as its own. "rollout": the engine's log-probs, and no correction. Use it with SkyRL's fully async trainer,
+    whose policy has already moved when SkyRL computes "old".
 
-    Raises ValueError for P3O with a kl_coef and DRO: SkyRL divides advantages, not losses, by the number of tokens.
+    Raises ValueError for P3O with a kl_coef and DRO with a tau: SkyRL divides advantages, not losses, by token counts.
     """
     made = make_surrogate(surrogate, **arguments)
     if anchor not in ("old", "rollout"):
@@ -41,7 +42,7 @@ def register(surrogate: Surrogate | str, anchor: str = "old", **arguments: Any) 
         loss_mask: Tensor | None = None,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Loss and metrics of a microbatch; all tensors are (B, T), corrected and summed as SkyRL's own losses are."""
+        """Return loss and metrics of a microbatch. Tensors are (B, T); SkyRL corrects and reduces the losses."""
         mask = log_probs.new_ones(log_probs.shape) if loss_mask is None else loss_mask
         if anchor == "rollout" and rollout_logprobs is None:
             raise ValueError("anchor='rollout' needs the engine's log-probs: generator.sampling_params.logprobs=1")
@@ -57,7 +58,7 @@ def register(surrogate: Surrogate | str, anchor: str = "old", **arguments: Any) 
 
     name = f"pspo.{type(made).__name__}"
     if name in PolicyLossRegistry.list_available():
-        PolicyLossRegistry.unregister(name)  # it refuses a second one
+        PolicyLossRegistry.unregister(name)  # the registry refuses a name twice
     PolicyLossRegistry.register(name, loss)
 
 

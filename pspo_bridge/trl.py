@@ -3,8 +3,8 @@
     trainer = pspo_bridge.trl.GRPOTrainer(model, reward, config, train_dataset, surrogate="PSPO")
     pspo_bridge.trl.Record("runs/trl").attach(trainer)
 
-TRL multiplies advantages by ratios. `LossAdvantages` stands for the advantages there, and gives minus the surrogate's
-loss. TRL's masks, corrections, KL, entropy and normalisation then apply to that.
+TRL multiplies ratios by advantages. `LossAdvantages` takes the advantages' place and makes this product minus the
+surrogate's losses, to which TRL's masks, corrections, KL, entropy and normalisation then apply.
 """
 
 import math
@@ -18,11 +18,11 @@ from pspo_bridge import make_surrogate, token_losses
 from pspo_bridge.trl_record import LOGPROBS, TRIED, Record, check_trainer, loss_tensors, watched
 
 AGGREGATIONS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # values of loss_type whose losses are PPO's clip
-REPLACED = ("epsilon", "delta", "importance_sampling_level", "sapo_", "vespo_")  # arguments of TRL's losses begin so
+REPLACED = ("epsilon", "delta", "importance_sampling_level", "sapo_", "vespo_")  # prefixes of arguments of TRL's losses
 
 
 class LossAdvantages:
-    """Compared, it is the advantages (B, 1) or (B, T); multiplied, minus the losses (B, T)."""
+    """Advantages (B, 1) or (B, T) whose comparisons are as usual, and whose product is minus the losses (B, T)."""
 
     def __init__(self, advantages: Tensor) -> None:
         self.advantages = advantages.view(len(advantages), -1)
@@ -45,10 +45,10 @@ class LossAdvantages:
 
 
 class GRPOTrainer(trl.GRPOTrainer):
-    """TRL's trainer with one more argument. All others are TRL's, and so are its metrics, clip ratios included.
+    """TRL's GRPOTrainer with one more argument, ``surrogate``. All metrics, the clip ratios included, stay TRL's.
 
-    ``surrogate`` is what `pspo_bridge.make_surrogate` takes, or None for TRL's own loss, unchanged. Raises ValueError
-    for an unknown one, and for arguments of TRL's own losses, which have no effect.
+    ``surrogate`` is whatever `pspo_bridge.make_surrogate` takes, or None for TRL's own loss, unchanged. Raises
+    ValueError for an unknown surrogate, and for arguments of TRL's own losses, which would have no effect.
     """
 
     def __init__(self, *args: Any, surrogate: Surrogate | str | dict[str, Any] | None = "PSPO", **options: Any) -> None:
@@ -69,11 +69,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         with watched(self, LOGPROBS, lambda outputs, *_: self.set_losses(stand_in, inputs, outputs[0])):
             loss = super()._compute_loss(model, inputs | {"advantages": stand_in})
         if stand_in.losses is None:
-            raise RuntimeError(f"the loss of TRL {trl.__version__} takes another way: {TRIED}")
+            raise RuntimeError(f"TRL {trl.__version__} computes its loss by methods unknown to this bridge: {TRIED}")
         return loss
 
     def set_losses(self, stand_in: LossAdvantages, inputs: dict[str, Any], logprobs: Tensor) -> None:
-        """The surrogate's, as soon as TRL has a microbatch's log-probs."""
+        """Compute the surrogate's losses and metrics, as soon as TRL has a microbatch's log-probs."""
         tensors = loss_tensors(inputs, logprobs)
         stand_in.losses, metrics = token_losses(self.surrogate, logprobs, *tensors, step=self.state.global_step)
         mode = "train" if self.model.training else "eval"
@@ -84,7 +84,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 
 def check_arguments(args: trl.GRPOConfig, surrogate: Surrogate) -> None:
-    """Raise ValueError for arguments of TRL's own losses that say anything else than the surrogate does."""
+    """Raise ValueError for arguments of TRL's own losses that contradict the surrogate."""
     if args.loss_type not in AGGREGATIONS:
         fix = f"loss_type says how losses are averaged: one of {', '.join(AGGREGATIONS)}"
         raise ValueError(f"loss_type={args.loss_type!r} is a loss of TRL's: name it as surrogate=; {fix}")

@@ -1,6 +1,6 @@
 """Record the run of any `trl.GRPOTrainer` for ``pspo view``, ``report`` and ``compare``.
 
-`Record` watches the trainer, a `Rollout` holds what is recorded of the current one, `RunFolder` writes it.
+`Record` watches the trainer, `Rollout` holds the records of the current rollout, `RunFolder` writes them.
 """
 
 import json
@@ -26,7 +26,7 @@ from pspo_bridge import BUILT_IN
 
 TRIED = "pip install trl==1.16.0"
 LOGPROBS = "_get_per_token_logps_and_entropies"  # a method of TRL's loss
-METRICS = {  # names in metrics.jsonl of what TRL logs
+METRICS = {  # TRL's name of a metric: its name in metrics.jsonl
     "num_tokens": "tokens",
     "completions/mean_length": "completion_tokens",
     "completions/max_length": "completion_tokens_max",
@@ -37,12 +37,12 @@ METRICS = {  # names in metrics.jsonl of what TRL logs
     "step_time": "seconds/step",
     "eval_reward": "validation_reward",
 }
-GOLD = ("answer", "solution", "gold", "ground_truth", "target")  # columns of datasets that hold it
+GOLD = ("answer", "solution", "gold", "ground_truth", "target")  # columns in which datasets hold the gold answer
 
 
 @contextmanager
 def watched(trainer: trl.GRPOTrainer, method: str, see: Callable[..., None]) -> Iterator[None]:
-    """Within, ``see`` gets what this method of the trainer returns, then the method's arguments."""
+    """Inside the context, every call of this method also calls ``see`` with its result and positional arguments."""
     call = getattr(trainer, method)
 
     def call_and_see(*args: Any, **kwargs: Any) -> Any:
@@ -55,14 +55,14 @@ def watched(trainer: trl.GRPOTrainer, method: str, see: Callable[..., None]) -> 
 
 
 def loss_tensors(inputs: dict[str, Any], logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Old log-probs (B, T), advantages (B, 1) or (B, T), and mask (B, T) of a microbatch, as TRL's loss has them."""
+    """Old log-probs (B, T), advantages (B, 1) or (B, T), and mask (B, T) of a microbatch, as TRL's loss uses them."""
     old = inputs.get("old_per_token_logps")
     old = logprobs.detach() if old is None else old
     return old, inputs["advantages"].view(len(old), -1), (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
 
 
 def check_trainer(kind: type, args: trl.GRPOConfig | None) -> None:
-    """Raise ValueError unless a class computes its loss by TRL's methods, which the bridge and `Record` go through."""
+    """Raise ValueError unless a class computes its loss by the methods of TRL that the bridge and `Record` watch."""
     if getattr(args, "use_liger_kernel", False):
         raise ValueError("use_liger_kernel=True computes a loss of its own, without log-probs: leave it out")
     for name in ("_compute_loss", LOGPROBS, "_calculate_rewards"):
@@ -78,19 +78,19 @@ class RunFolder:
     """The files of a run, as pspo writes them."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Continue after this step, that of the checkpoint that is resumed: what was recorded later goes.
+        """Continue after ``step``, the step of the resumed checkpoint: delete what was recorded later.
 
-        Raises ValueError at step 0 if the folder holds a run.
+        Raises ValueError if ``step`` is 0 and the folder holds a run.
         """
         self.path = path
-        self.problems: dict[str, int] = {}  # numbers of prompts, in the order in which they come
-        self.line: dict[str, Any] = {}  # of metrics.jsonl, the last one
-        self.line_begins = 0  # bytes before it
+        self.problems: dict[str, int] = {}  # by prompt its number, in order of appearance
+        self.line: dict[str, Any] = {}  # the last line of metrics.jsonl
+        self.line_begins = 0  # bytes of the file before that line
         if step == 0 and (path / "metrics.jsonl").exists():
             raise ValueError(f"{path} holds a run already: resume it, or give Record another folder")
         (path / TOKENS).mkdir(parents=True, exist_ok=True)
         for file in path.glob("*.jsonl"):
-            lines = file.read_bytes().split(b"\n")[:-1]  # without one that was cut off by a kill
+            lines = file.read_bytes().split(b"\n")[:-1]  # without the rest of a line that a kill cut off
             kept = [record for record in map(json.loads, lines) if record["step"] <= step]
             file.write_text(as_lines(kept), encoding="utf-8")
             self.problems |= {json.dumps(one["prompt"]): one["problem"] for one in kept if "prompt" in one}
@@ -121,25 +121,26 @@ def as_lines(records: Iterable[dict[str, Any]]) -> str:
 
 @dataclass
 class Rollout:
-    """What is recorded of a rollout, or of several if they end inside an optimizer step."""
+    """Records of one rollout, or of several if a rollout ends inside an optimizer step."""
 
-    drawn: int = 0  # completions, numbered in this order
-    samples: list[dict[str, Any]] = field(default_factory=list)  # of the first groups, lines of samples.jsonl
-    tokens: list[pd.DataFrame] = field(default_factory=list)  # of each sample
-    microbatches: list[dict[str, Tensor]] = field(default_factory=list)  # (n,), of the optimizer step that is computed
-    visits: list[dict[str, Any]] = field(default_factory=list)  # of each step to the tokens, columns of tokens.parquet
+    drawn: int = 0  # number of completions so far; the next one has this number
+    samples: list[dict[str, Any]] = field(default_factory=list)  # lines of samples.jsonl, of the first groups
+    tokens: list[pd.DataFrame] = field(default_factory=list)  # a table for each sample
+    microbatches: list[dict[str, Tensor]] = field(default_factory=list)  # tensors (n,), of the current optimizer step
+    visits: list[dict[str, Any]] = field(default_factory=list)  # columns of tokens.parquet, a dict for each step
 
 
 class Record(TrainerCallback):
-    """Writes a run folder: settings, all that TRL logs, and completions and tokens of each rollout's first groups, on
-    process 0. It changes no bit of the training. Methods stand in the order in which TRL calls them.
+    """Write a run folder: the settings, all that TRL logs, completions and tokens of each rollout's first groups.
+
+    Process 0 writes. Recording changes no bit of the training. Methods stand in the order in which TRL calls them.
 
     The weight of a token is d loss / d logprob of TRL's own backward pass, after masks, corrections and KL, times the
     step's number of tokens. It lacks the gradients of an entropy bonus and of a router's loss.
 
     Args:
-        folder: of the run: a new one, or with `resume_from_checkpoint` that of the run that is resumed.
-        groups: per rollout whose completions and tokens are recorded, at least 1.
+        folder: the run's folder: a new one, or with `resume_from_checkpoint` the folder of the resumed run.
+        groups: number of groups of each rollout whose completions and tokens are recorded, at least 1.
     """
 
     def __init__(self, folder: str | Path, groups: int = 2) -> None:
@@ -150,24 +151,24 @@ class Record(TrainerCallback):
         self.trainer: trl.GRPOTrainer | None = None
         self.folder: RunFolder | None = None  # on process 0, once a run begins
         self.rollout = Rollout()
-        self.statistics: dict[str, float] = {}  # of a rollout's last step, for its line of metrics.jsonl
+        self.statistics: dict[str, float] = {}  # of the last step of a rollout, for the next line of metrics.jsonl
 
     def attach(self, trainer: trl.GRPOTrainer) -> None:
-        """Record a trainer's runs. ValueError if its loss is not TRL's."""
+        """Record a trainer's runs. Raises ValueError if the trainer's loss is not TRL's."""
         if self.trainer is trainer:
             return
         check_trainer(type(trainer), trainer.args)
         self.trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
-        trainer._compute_loss = partial(self.watch_loss, trainer._compute_loss)  # on the instance: its class stays
+        trainer._compute_loss = partial(self.watch_loss, trainer._compute_loss)  # the class stays as it is
         generate_and_score = trainer._generate_and_score_completions
         trainer._generate_and_score_completions = partial(self.watch_rollout, generate_and_score)
 
     def on_train_begin(self, args: trl.GRPOConfig, state: Any, control: Any, **_: Any) -> None:
         if self.trainer is None:
             raise ValueError(f"Record({str(self.path)!r}) records no trainer: call its method attach(trainer)")
-        self.rollout = Rollout()  # an interrupted run leaves one
+        self.rollout = Rollout()  # an interrupted run leaves a partial rollout
         self.statistics = {}
         if state.is_world_process_zero:
             self.folder = RunFolder(self.path, state.global_step)
@@ -175,23 +176,23 @@ class Record(TrainerCallback):
             (self.path / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
 
     def watch_rollout(self, generate_and_score: Callable[..., Any], inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        scored: list[tuple] = []  # rewards, with TRL's arguments
+        scored: list[tuple] = []  # rewards, then the arguments of TRL's call
         with watched(self.trainer, "_calculate_rewards", lambda *call: scored.append(call)):
             outputs = generate_and_score(inputs)
         if self.trainer.model.training:
             numbers = range(self.rollout.drawn, self.rollout.drawn + len(inputs))
             self.rollout.drawn += len(inputs)
-            outputs["drawn"] = torch.tensor(numbers, device=outputs["completion_ids"].device)  # TRL shuffles them
+            outputs["drawn"] = torch.tensor(numbers, device=outputs["completion_ids"].device)  # TRL shuffles the rows
             if self.folder is not None:
                 self.add_samples(inputs, scored[0], outputs["advantages"], numbers)
         return outputs
 
     def add_samples(self, inputs: list[dict[str, Any]], scored: tuple, advantages: Tensor, numbers: range) -> None:
         """Keep the samples of a rollout's first groups, and their tokens."""
-        rewards, *_, completion_ids = scored  # before masks hide some tokens; rewards of all processes, 0's first
+        rewards, *_, completion_ids = scored  # ids before masking; rewards of all processes, process 0 first
         trainer = self.trainer
-        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # it may be a processor
-        eos = trainer.accelerator.unwrap_model(trainer.model).generation_config.eos_token_id  # several of some models
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # or a processor
+        eos = trainer.accelerator.unwrap_model(trainer.model).generation_config.eos_token_id  # some models have several
         stop_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id, tokenizer.pad_token_id}
         problems = self.folder.problems
         for i, number in enumerate(numbers[: self.groups * trainer.num_generations]):
@@ -220,7 +221,7 @@ class Record(TrainerCallback):
             return compute_loss(model, inputs)
 
     def add_microbatch(self, inputs: dict[str, Any], outputs: tuple[Tensor, ...], *_: Any) -> None:
-        """Keep what an optimizer step computes at a microbatch's n tokens, (n,), and the gradient once it is there."""
+        """Keep a microbatch's values at its n unmasked tokens, (n,) each; the backward pass adds the gradient."""
         if not self.trainer.model.training:
             return
         logprobs, entropies, *_ = outputs
@@ -239,16 +240,16 @@ class Record(TrainerCallback):
         self.rollout.microbatches.append(microbatch)
 
         def keep_gradient(gradient: Tensor) -> None:
-            scaler = self.trainer.accelerator.scaler  # of float16
+            scaler = self.trainer.accelerator.scaler  # None unless in float16
             microbatch["weight"] = gradient[mask].cpu() / (1.0 if scaler is None else scaler.get_scale())
 
         logprobs.register_hook(keep_gradient)
 
     def on_step_end(self, args: trl.GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Keep the step's visits to the samples' tokens; after the rollout's last step write them."""
+        """Keep this step's values at the samples' tokens (a visit); after the rollout's last step, write all visits."""
         rollout = self.rollout
         if not rollout.microbatches:
-            raise RuntimeError(f"the loss of TRL {trl.__version__} takes another way than Record knows: {TRIED}")
+            raise RuntimeError(f"TRL {trl.__version__} computes its loss by methods unknown to Record: {TRIED}")
         step = {name: torch.cat([one[name] for one in rollout.microbatches]) for name in rollout.microbatches[0]}
         step["weight"] *= len(step["weight"])
         rollout.microbatches = []
@@ -266,8 +267,8 @@ class Record(TrainerCallback):
         self.rollout = Rollout()
 
     def on_log(self, args: trl.GRPOConfig, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
-        """Write what TRL logs; last of all the run's totals."""
-        if self.folder is None:  # another process, or an evaluation before the training
+        """Write what TRL logs; at the end of the training, write the run's totals."""
+        if self.folder is None:  # not process 0, or an evaluation before the training
             return
         if "train_runtime" in logs:
             self.end_rollout(state.global_step)
@@ -281,7 +282,7 @@ class Record(TrainerCallback):
 
 
 def step_statistics(tokens: dict[str, Tensor]) -> dict[str, float]:
-    """Diagnostics of a step, and its slope as `token_losses` has it."""
+    """Return the diagnostics of a step, and its ``slope``, which `token_losses` defines."""
     active = {name: values[tokens["advantage"] != 0] for name, values in tokens.items()}
     slopes = active["weight"] / -active["advantage"] / (active["logprob"] - active["old_logprob"]).exp()
     names = ("logprob", "old_logprob", "advantage", "weight", "drawn")
@@ -289,7 +290,7 @@ def step_statistics(tokens: dict[str, Tensor]) -> dict[str, float]:
 
 
 def metric_name(name: str) -> str:
-    """The name in metrics.jsonl of what TRL logs; ``rewards/f/mean`` is ``reward/f``."""
+    """Return the name in metrics.jsonl of a metric of TRL's; ``rewards/f/mean`` becomes ``reward/f``."""
     for prefix, ours in (("rewards/", "reward/"), ("eval_rewards/", "validation_reward/")):
         if name.startswith(prefix) and name.endswith("/mean"):
             return ours + name.removeprefix(prefix).removesuffix("/mean")
@@ -297,13 +298,13 @@ def metric_name(name: str) -> str:
 
 
 def surrogate_settings(trainer: trl.GRPOTrainer, args: trl.GRPOConfig) -> dict[str, Any]:
-    """The surrogate as config.yaml names it; of a loss of TRL's the one that it is."""
+    """Return the surrogate as config.yaml names it; for one of TRL's own losses, the surrogate that equals it."""
     surrogate = getattr(trainer, "surrogate", None)
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if surrogate is not None:
         kind, arguments = type(surrogate), asdict(surrogate) if is_dataclass(surrogate) else {}
     elif args.loss_type == "cispo":
-        kind, arguments = CISPO, {"epsilon_high": high - 1}  # TRL's is the bound itself
+        kind, arguments = CISPO, {"epsilon_high": high - 1}  # TRL's epsilon_high is the bound itself
     elif args.loss_type == "sapo":
         kind, arguments = SAPO, {"tau_pos": args.sapo_temperature_pos, "tau_neg": args.sapo_temperature_neg}
     elif args.loss_type == "vespo":
@@ -317,7 +318,7 @@ def surrogate_settings(trainer: trl.GRPOTrainer, args: trl.GRPOConfig) -> dict[s
 
 
 def run_settings(trainer: trl.GRPOTrainer, args: trl.GRPOConfig, max_steps: int, folder: Path) -> dict[str, Any]:
-    """TRL's arguments as switches of pspo: those that docs/guide/trl.md translates."""
+    """Return TRL's arguments as switches of pspo, translated as in docs/guide/trl.md."""
     return {
         "trainer": "trl",
         "model": {"name_or_path": trainer.model.config._name_or_path},

@@ -1,11 +1,11 @@
-"""verl's registry of policy losses, with ours: actor.policy_loss.loss_mode=pspo.PSPO.
+"""Add the surrogates to verl's registry of policy losses: actor.policy_loss.loss_mode=pspo.PSPO.
 
     actor_rollout_ref.model.external_lib=pspo_bridge.verl
     actor_rollout_ref.actor.policy_loss._target_=pspo_bridge.verl.PolicyLossConfig
     actor_rollout_ref.actor.policy_loss.loss_mode=pspo.PSPO
     +actor_rollout_ref.actor.policy_loss.arguments.alpha=0.2
 
-The first line is enough for default arguments. A class of your own is named by its import path in place of pspo.PSPO.
+For default arguments the first and third line are enough. To use your own class, write its import path as loss_mode.
 Tried with verl 0.9.1.
 """
 
@@ -21,12 +21,12 @@ from pspo_bridge import BUILT_IN, make_surrogate, token_losses
 
 @dataclass
 class PolicyLossConfig(actor.PolicyLossConfig):
-    """verl's section, with the arguments of the surrogate; ValueError for those that it lacks."""
+    """verl's section with the arguments of the surrogate. Raises ValueError for arguments that it lacks."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if "." in self.loss_mode:  # else one of verl's own
+        if "." in self.loss_mode:  # without a dot it names a loss of verl's
             make_surrogate(self.loss_mode, **(self.arguments or {}))
             register_policy_loss(self.loss_mode)(policy_loss)
         elif self.arguments:
@@ -35,7 +35,7 @@ class PolicyLossConfig(actor.PolicyLossConfig):
 
 
 def check_clip_ratios(config: actor.ActorConfig) -> None:
-    """Raise ValueError for bounds of verl's own losses that somebody set: a surrogate has its own."""
+    """Raise ValueError if a clip bound of verl's own losses is set: a surrogate has bounds of its own."""
     for one in fields(config):
         value = getattr(config, one.name)
         if one.name.startswith("clip_ratio") and value != one.default:
@@ -52,7 +52,7 @@ def policy_loss(
     config: actor.ActorConfig,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Loss and metrics of a microbatch; all tensors are (B, T), the loss is aggregated by verl's `agg_loss`."""
+    """Return loss and metrics of a microbatch. Tensors are (B, T); verl's `agg_loss` aggregates the loss."""
     check_clip_ratios(config)
     name = config.policy_loss.loss_mode
     surrogate = make_surrogate(name, **(config.policy_loss.get("arguments") or {}))

@@ -1,7 +1,7 @@
 """Start a vLLM server that draws for a trainer: ``pspo serve --model.name_or_path tiny-base --max_tokens 512``.
 
-It starts from random weights: a trainer, with --rollout.engine pspo_vllm.Servers, pushes its own before it draws.
-``/health`` answers when it is ready.
+The server starts with random weights. A trainer, with --rollout.engine pspo_vllm.Servers, pushes its weights before it
+draws. ``/health`` answers when the server is ready.
 """
 
 import json
@@ -23,16 +23,16 @@ class ServeConfig(Section):
     """Start a vLLM server that draws rollouts for a trainer."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    host: str = switch("127.0.0.1", "address; 0.0.0.0 for all, in a network where nobody else may send it weights")
+    host: str = switch("127.0.0.1", "address; 0.0.0.0 for all, in a network where nobody else can send weights")
     port: int = switch(8000, "port to listen on")
-    gpus: int = switch(1, "number of GPUs, over which it splits the model (tensor parallel)", above=0)
+    gpus: int = switch(1, "number of GPUs over which the model is split (tensor parallel)", above=0)
     max_tokens: int = switch(1024, "most tokens of a prompt and its completion together")
     max_rows: int = switch(256, "completions decoded at a time")
     arguments: list[str] = switch(list, 'more arguments for vLLM\'s own server, such as ["--dtype=float32"]')
 
 
 def serve(config: ServeConfig) -> None:
-    """Become vLLM's server."""
+    """Replace this process by vLLM's server."""
     require_vllm()
     device = dist.local_device()
     options = vllm_options(resolve_adapters(config.model), device, config.max_tokens, config.max_rows)

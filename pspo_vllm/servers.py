@@ -1,7 +1,7 @@
 """Rollouts by vLLM servers, on this machine or others, each started by ``pspo serve``.
 
-Prompts are spread over the servers. vLLM says of every completion which weights drew it: only those that this process
-pushed last count.
+Prompts are spread over the servers. vLLM reports which weights drew each completion. Weights other than those that this
+process pushed last are an EngineError.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from pspo.rollout import Sampling
 from pspo.rollout.engine import EngineError
 from pspo_vllm.vllm import TESTED, TOLERANCES, Row, engine_dtype, pad_rows, sampling_params, weights_of_files
 
-CHUNK_BYTES = 2**26  # of weights in one request
+CHUNK_BYTES = 2**26  # size of the weights in one request
 SECONDS_TO_CONNECT = 10.0
 
 
 @dataclass
 class Servers:
-    """Engine of all ranks: vLLM servers, started by ``pspo serve``. If one of them fails, it fails."""
+    """Engine of all ranks: vLLM servers, started by ``pspo serve``. If one server fails, the engine fails."""
 
     urls: list[str]  # the servers' addresses, such as [http://a:8000]
     timeout: float = 300.0  # seconds to wait for an answer; the other ranks wait 600 for this one
-    run_name: str = field(default="", init=False)  # begins the versions of this run's weights
-    version: str = field(default="", init=False)  # of the weights that were pushed last; no other process's have it
-    tolerance: float | None = field(default=None, init=False)  # this and the next, once it is started
+    run_name: str = field(default="", init=False)  # prefix of the versions of this run's weights
+    version: str = field(default="", init=False)  # of the weights pushed last; unique to this run
+    tolerance: float | None = field(default=None, init=False)  # `start` sets it, and threads
     threads: ThreadPool | None = field(default=None, init=False)
-    pending: list[ApplyResult] = field(default_factory=list, init=False)  # completions, by prompt
+    pending: list[ApplyResult] = field(default_factory=list, init=False)  # one result per prompt
 
     def check(self) -> None:
         """Raise ValueError unless every server answers, and runs a version of vLLM that this file was tested with."""
@@ -56,15 +56,15 @@ class Servers:
                 raise ValueError(f"--rollout.engine pspo_vllm.Servers: {url} runs vLLM {version}, not {TESTED}x")
 
     def start(self, config: TrainConfig, max_tokens: int, device: torch.device) -> None:
-        """Name this run's weights; the servers run already."""
+        """Choose a name for this run's weights; the servers are already running."""
         self.tolerance = TOLERANCES[engine_dtype(resolve_adapters(config.model), device)]
         self.run_name = dist.run_on_main(lambda: secrets.token_hex(4))
-        self.threads = ThreadPool(256)  # none of which keeps a process that ends
+        self.threads = ThreadPool(256)  # daemons, which do not keep the process alive
 
     def push(self, policy: transformers.PreTrainedModel, version: int) -> None:
         """Give every server the policy's weights, with adapters merged, unless this version was pushed last.
 
-        Rank 0 sends them. After a failure, too, every rank helps to gather the rest; then all raise.
+        Rank 0 sends the weights. After a failure every rank still gathers the remaining weights; then all ranks raise.
         """
         name = f"{self.run_name}-{version}"
         if name == self.version:
@@ -82,7 +82,7 @@ class Servers:
         self.version = name
 
     def update(self, url: str, path: str, body: dict[str, Any]) -> None:
-        """`call` for a push; an update that a killed trainer left unfinished is finished first."""
+        """Send a request of a push; if a killed trainer left an update unfinished, finish this update first."""
         try:
             self.call(url, path, body)
         except EngineError:
@@ -92,7 +92,7 @@ class Servers:
             self.call(url, path, body)
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
-        """Ask for all completions; every prompt has a seed from torch's global generator."""
+        """Request all completions; every prompt gets a seed from torch's global generator."""
         params = sampling_params(len(prompts), sampling, group_size)
         self.pending = []
         for index, (ids, values) in enumerate(zip(prompts, params, strict=True)):
@@ -124,7 +124,7 @@ class Servers:
             self.threads.terminate()
 
     def call(self, url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A server's answer, to GET without a body; raises EngineError if it has none, or failed."""
+        """Return a server's answer to a POST, or to a GET if body is None; EngineError if the request fails."""
         method = "GET" if body is None else "POST"
         try:
             answer = requests.request(method, url + path, json=body, timeout=(SECONDS_TO_CONNECT, self.timeout))
@@ -137,8 +137,8 @@ class Servers:
 
 
 def push_requests(policy: transformers.PreTrainedModel, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The requests, path and body, by which a server takes weights of this name; on all ranks, which gather them."""
-    yield "/pause?mode=wait", {}  # until all that was asked for is drawn; empties the caches
+    """Yield the requests (path, body) that give a server the weights under this name; all ranks gather the weights."""
+    yield "/pause?mode=wait", {}  # waits until all requested completions are drawn, and empties the caches
     yield "/start_weight_update", {}
     for tensors in chunks(weights_of_files(policy)):
         file = b64encode(safetensors.torch.save(tensors)).decode() if dist.is_main() else ""
@@ -149,10 +149,10 @@ def push_requests(policy: transformers.PreTrainedModel, name: str) -> Iterator[t
 
 
 def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The weights on the CPU, about CHUNK_BYTES of them at a time."""
+    """Yield the weights on the CPU, about CHUNK_BYTES at a time."""
     chunk: dict[str, Tensor] = {}
     for name, tensor in weights:
-        chunk[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)  # tied ones are there twice
+        chunk[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)  # tied weights come twice
         if sum(tensor.nbytes for tensor in chunk.values()) >= CHUNK_BYTES:
             yield chunk
             chunk = {}

@@ -1,8 +1,8 @@
 """Rollouts by vLLM, in a process of its own: token ids and weights go in, token ids and their log-probs come out.
 
-The process does without the trainer's ranks, threads and torch settings, and dies with it. Weights are streamed tensor
-by tensor through host memory. Log-probs are of the engine's own logits at the temperature, before processors and
-nucleus, as those of `pspo.rollout.decode`.
+The process has no part in the trainer's ranks, threads and torch settings, and dies with the trainer. Weights are
+streamed tensor by tensor through host memory. Log-probs come from the engine's own logits at the temperature, before
+processors and nucleus, like the log-probs of `pspo.rollout.decode`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TESTED = "0.32."  # `serve` uses inner parts of vLLM
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 VLLM_VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler takes log-probs before the temperature
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 takes log-probs before the temperature
 }
 
 TOLERANCES = {torch.float32: 0.003, torch.bfloat16: 0.03}  # `Engine.tolerance` by `engine_dtype`, in nats
@@ -50,8 +50,8 @@ class VLLM:
     """Engine of one rank, in a process of its own on the rank's GPU or the CPU."""
 
     memory: float = 0.3  # share of the GPU's memory for the engine's weights and cache
-    version: int | None = field(default=None, init=False)  # of the weights that it has
-    tolerance: float | None = field(default=None, init=False)  # this and what follows, once it is started
+    version: int | None = field(default=None, init=False)  # of the engine's weights
+    tolerance: float | None = field(default=None, init=False)  # `start` sets it and the fields below
     process: subprocess.Popen | None = field(default=None, init=False)
     connection: Connection | None = field(default=None, init=False)
     folder: tempfile.TemporaryDirectory | None = field(default=None, init=False)
@@ -87,7 +87,7 @@ class VLLM:
         self.version = version
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
-        """Begin to draw what `complete` is asked for next; every prompt has a seed from torch's global generator."""
+        """Begin to draw the completions that `complete` returns; every prompt gets a seed from torch's generator."""
         params = sampling_params(len(prompts), sampling, group_size)
         self.send(([list(prompt) for prompt in prompts], params))
 
@@ -107,11 +107,11 @@ class VLLM:
         try:
             self.connection.send(message)
         except OSError:
-            while True:  # over answers that nobody waits for, to what has ended the process
+            while True:  # past unread answers, until the error that ended the process is raised
                 self.receive()
 
     def receive(self) -> Any:
-        """The process's answer; raises EngineError if it has failed."""
+        """Return the process's answer; raises EngineError if the process has failed."""
         try:
             answer = self.connection.recv()
         except (EOFError, OSError):
@@ -130,32 +130,32 @@ def require_vllm() -> None:
 
 
 def vllm_options(model: ModelConfig, device: torch.device, max_tokens: int, max_rows: int) -> dict[str, Any]:
-    """The fields of vLLM's EngineArgs with which it runs a model for this trainer."""
+    """Return the arguments, fields of EngineArgs, with which vLLM runs a model for this trainer."""
     return {
         "model": locate(model.name_or_path),
         "revision": model.revision,
         "trust_remote_code": model.trust_remote_code,
-        "load_format": "dummy",  # random: if the weights that are pushed do not arrive, that is seen at once
+        "load_format": "dummy",  # random weights: a push that does not arrive is seen at once
         "dtype": str(engine_dtype(model, device)).removeprefix("torch."),
         "max_model_len": max_tokens,
         "max_num_seqs": max_rows,
-        "enable_chunked_prefill": False,  # it would rewind requests' generators, which a CPU's cannot
+        "enable_chunked_prefill": False,  # chunks rewind requests' generators, which a CPU generator cannot
         "max_num_batched_tokens": max(max_tokens, 8192),
-        "seed": 0,  # every request has its own
+        "seed": 0,  # every request has a seed of its own
         "enforce_eager": device.type == "cpu",
     }
 
 
 def engine_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype that the engine computes in: that of the policy's forward passes."""
+    """Return the dtype that the engine computes in: the dtype of the policy's forward passes."""
     return torch.bfloat16 if casts_to_bf16(model.autocast, device) else weights_dtype(model, device)
 
 
 @torch.no_grad()
 def weights_of_files(policy: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """`merged_weights`, gathered, under the names and in the shapes of files: the library fuses experts, say.
+    """Yield `merged_weights`, gathered, with names and shapes as in files: in memory, transformers may fuse experts.
 
-    A weight that is tied to another one comes under both names: without its own, vLLM draws from another head.
+    A tied weight comes under both of its names: without both, vLLM draws from a different head.
     """
     from transformers.core_model_loading import revert_weight_conversion  # takes a second to import
 
@@ -182,16 +182,16 @@ def sampling_params(prompts: int, sampling: Sampling, group_size: int) -> list[d
         "min_tokens": 0,
         "stop_token_ids": list(sampling.stop_ids),
         "stop": list(sampling.stop_strings),
-        "ignore_eos": True,  # the stop tokens are all named
-        "logprobs": 0,  # the drawn token's
+        "ignore_eos": True,  # stop_token_ids names all stop tokens
+        "logprobs": 0,  # of the drawn token alone
         "detokenize": bool(sampling.stop_strings),
-        "skip_special_tokens": False,  # a stop string may be one
+        "skip_special_tokens": False,  # a stop string may be a special token
     }
     return [values | {"seed": seed} for seed in torch.randint(2**31, (prompts,)).tolist()]
 
 
 def pad_rows(rows: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor]:
-    """(N, T) token ids and log-probs of completions, padded after their stop token."""
+    """Return token ids and log-probs of completions, (N, T) each, padded after their stop token."""
     ids = pad_sequence([torch.tensor(tokens) for tokens, _ in rows], batch_first=True, padding_value=pad_id)
     logprobs = pad_sequence([torch.tensor(values) for _, values in rows], batch_first=True)
     return ids, logprobs
@@ -221,12 +221,12 @@ def serve(connection: Connection) -> None:
                 connection.send(draw(llm, *request))
     except EOFError:  # the trainer has ended
         return
-    except Exception as error:  # whatever vLLM raises is the trainer's to report
+    except Exception as error:  # the trainer reports whatever vLLM raises
         connection.send(EngineError(" ".join(str(error).split()) or type(error).__name__))
 
 
 def set_environment(device: torch.device) -> None:
-    """Set the variables that vLLM reads when it is imported; what it prints goes nowhere, unless asked for."""
+    """Set the variables that vLLM reads at its import, and hide what it prints unless VLLM_LOGGING_LEVEL is set."""
     for name in TORCHRUN_VARIABLES:
         os.environ.pop(name, None)
     os.environ |= VLLM_VARIABLES | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -241,7 +241,7 @@ def set_environment(device: torch.device) -> None:
 
 
 def draw(llm: Any, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Row]:
-    """Completions by a `vllm.LLM`, those of a prompt adjacent; RuntimeError if one had no room for all its tokens."""
+    """Draw completions, a prompt's next to each other; RuntimeError if a prompt leaves no room for max_tokens."""
     from vllm import SamplingParams
 
     outputs = llm.generate(
