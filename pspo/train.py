@@ -3,11 +3,11 @@
     problems -> rollout -> rewards -> advantages -> (old log-probs) -> minibatch epochs
              -> surrogate -> aggregate -> backward -> optimizer step -> metrics / validation / saved model
 
-`train` is that line, top to bottom; its second half, the optimizer steps of one rollout, is `pspo.update.step`.
-Records, checkpoints, resuming and signals are the parts of a run, in `pspo.run`.
+`train` follows this diagram from top to bottom; `pspo.update.step` takes the optimizer steps of one rollout.
+`pspo.run` has the records, checkpoints, resuming and signals.
 
-Left out: asynchronous rollouts, since --rollout.lag makes the same staleness exactly; rollouts that are trained on in
-part; a replay buffer.
+pspo leaves out asynchronous rollouts (--rollout.lag makes the same staleness exactly), training on parts of a rollout,
+and a replay buffer.
 """
 
 import sys
@@ -23,9 +23,9 @@ from pspo.update import update
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train until the run ends; returns its summary, as written to ``summary.json``.
+    """Train until the run ends; returns the summary, as written to ``summary.json``.
 
-    Raises Stopped when a signal ends the run, and RunFailed when it cannot continue: `pspo.errors` has the table.
+    Raises Stopped when a signal ends the run, RunFailed when the run cannot continue; `pspo.errors` lists all endings.
     """
     run.start()
     while run.begin_rollout():
@@ -40,12 +40,12 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Train by a command's switches; exits with 1 if a run fails, 2 for errors of the user, 75 or 130 if stopped."""
+    """Train with a command's switches; exits with 1 if the run fails, 2 for a user's error, 75 or 130 if stopped."""
     train_command(train, args)
 
 
 class TrainModule(ModuleType):
-    """This module, as a function: `pspo.train(...)`."""
+    """Class of this module, which makes the module callable: `pspo.train(...)`."""
 
     def __call__(
         self,
@@ -62,19 +62,19 @@ class TrainModule(ModuleType):
     ) -> dict[str, Any]:
         """Train as ``python -m pspo.train`` does; returns the summary, as in ``summary.json``.
 
-        An argument is a section of the configuration: a dict of its switches, or its main one alone. ``--rollout.top_p
-        0.9`` is ``rollout={"top_p": 0.9}``. The same call with the same ``run={"output_dir": ...}`` resumes.
+        An argument is a section of the configuration: a dict of switches, or the value of the section's main switch.
+        ``--rollout.top_p 0.9`` is ``rollout={"top_p": 0.9}``. A call with the same ``run={"output_dir": ...}`` resumes.
 
         Args:
             model: embedded model ("tiny-base" unless given), local folder or hub id.
             data: a data set's name ("arithmetic" unless given); or problems: dicts with ``prompt``, ``answer`` and
-                fields of your own, `Problem`, or a `datasets.Dataset`; or {"train": problems, "validation", "test",
-                ...}. Of 50 training problems or more without the other splits a fifth is held out, and tested before
-                and after.
+                fields of your own, `Problem`, or a `datasets.Dataset`; or {"train": problems, "validation": ...,
+                "test": ...}. If only training problems are given, 50 or more, a fifth is tested before and after.
             reward: a reward function, a `Reward` or a name, or a list of them.
             algorithm: a surrogate, by name or as an instance.
-            config: a YAML file or a method ("grpo", "ppo", "dr-grpo", "dapo", "rloo", "decoupled"), below all others.
-            on_rollout: called after each rollout with its `Experience` and the metrics of its optimizer steps; reads.
+            config: a YAML file or a method ("grpo", "ppo", "dr-grpo", "dapo", "rloo", "decoupled"),
+                which all other arguments override.
+            on_rollout: called after each rollout with its `Experience` and its optimizer steps' metrics, to read them.
 
         Raises ValueError for a wrong setting, RunFailed for a run that cannot continue, Stopped after Ctrl-C.
         """

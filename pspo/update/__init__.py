@@ -1,4 +1,4 @@
-"""The optimizer steps of one rollout: `update` takes them, and a `Learner` is what they change."""
+"""`update` takes the optimizer steps of one rollout, which change a `Learner`."""
 
 from pspo.update.learner import Learner
 from pspo.update.old import drawn_logprobs

@@ -1,4 +1,4 @@
-"""Assign the rows of a rollout to optimizer steps and microbatches; smaller microbatches when memory runs out."""
+"""Assign the rows of a rollout to optimizer steps and microbatches; halve microbatches when memory runs out."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -19,14 +19,14 @@ from pspo.update.learner import Learner
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer step."""
+    """Rows of one optimizer step."""
 
-    counts: Counts  # of tokens and sequences over all ranks, those of rows without a gradient included
-    groups: list[list[int]]  # this rank's rows that have a gradient, long completions first; never empty
+    counts: Counts  # over all ranks, including rows without a gradient
+    groups: list[list[int]]  # this rank's rows with a gradient, longest completions first; never empty
 
 
 def make_batch(rollout: Rollout, advantages: Tensor, config: TrainConfig) -> Batch:
-    """All rows of a rollout as the loss sees them; raises ValueError if it lacks what the algorithm needs."""
+    """All rows of a rollout as the loss sees them; raises ValueError if the rollout lacks what the algorithm needs."""
     if config.correction != "none" and rollout.sampler_logprobs is None:
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
     if config.algorithm.nucleus == "replay" and rollout.nucleus is None:
@@ -37,9 +37,9 @@ def make_batch(rollout: Rollout, advantages: Tensor, config: TrainConfig) -> Bat
 
 
 def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuffled: bool = False) -> list[Minibatch]:
-    """Assign the rows of a rollout to an epoch's optimizer steps: groups stay whole, in their order or ``shuffled``.
+    """Assign the rows of a rollout to an epoch's optimizer steps: groups stay whole, in order or ``shuffled``.
 
-    Rows without a gradient are left out but counted: loss and gradient stay the same.
+    Rows without a gradient are counted, but not trained on: loss and gradient stay the same.
     """
     algorithm = config.algorithm
     loss_tokens = batch.rollout.loss_mask.sum(dim=1)
@@ -55,7 +55,7 @@ def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuff
     for part in groups.tensor_split(algorithm.minibatches):
         trained = [group[has_gradient[group]].tolist() for group in part]
         trained = sorted(filter(None, trained), key=lambda rows: -max(lengths[row] for row in rows))
-        trained = trained or [[int(part[0, 0])]]  # a row of zero gradient: without any AdamW would skip its update
+        trained = trained or [[int(part[0, 0])]]  # gradient 0: without a gradient AdamW skips its update
         sizes = torch.tensor([int(loss_tokens[part.flatten()].sum()), part.numel()])
         if learner.n_ranks > 1:
             sizes = dist.sum_over_ranks(sizes)
@@ -64,7 +64,7 @@ def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuff
 
 
 def split_microbatches(learner: Learner, batch: Batch, minibatch: Minibatch, config: TrainConfig) -> list[Batch]:
-    """Fill microbatches with a minibatch's rows up to the learner's tokens; only a larger group is split."""
+    """Fill microbatches with a minibatch's rows up to a limit of tokens; only a group above the limit is split."""
     limit = learner.microbatch_tokens or config.optimizer.microbatch_tokens or MICROBATCH_TOKENS
     filled: list[list[int]] = [[]]
     for group in minibatch.groups:
@@ -78,7 +78,7 @@ def split_microbatches(learner: Learner, batch: Batch, minibatch: Minibatch, con
 
 
 def fill_up(microbatches: list[Batch]) -> list[Batch]:
-    """Add masked rows until every rank has as many: with shards all must run the same number of passes."""
+    """Add masked microbatches until all ranks have equally many: with shards, all must run equally many passes."""
     missing = dist.max_over_ranks(len(microbatches)) - len(microbatches)
     row = microbatches[0].rows(torch.tensor([0]))
     masked = replace(row.rollout, completion_mask=row.rollout.completion_mask & False)
@@ -86,7 +86,7 @@ def fill_up(microbatches: list[Batch]) -> list[Batch]:
 
 
 def padded_tokens(learner: Learner, batch: Batch, rows: list[int], config: TrainConfig) -> int:
-    """Tokens of a forward pass over some rows of a rollout, padding included; prompts once if they are shared."""
+    """Number of tokens in a forward pass over some rows, padding included; a shared prompt counts once."""
     prompt_lengths, completion_lengths = batch.lengths
     prompts = len({row // config.rollout.group_size for row in rows}) if learner.shares_prompts else len(rows)
     return prompts * max(prompt_lengths[row] for row in rows) + len(rows) * max(completion_lengths[row] for row in rows)
@@ -95,10 +95,10 @@ def padded_tokens(learner: Learner, batch: Batch, rows: list[int], config: Train
 def halve_microbatches(
     learner: Learner, batch: Batch, microbatches: list[Batch], config: TrainConfig, error: RuntimeError
 ) -> None:
-    """Halve the size of microbatches that ran out of memory; raises any other error.
+    """Halve the limit of tokens after microbatches ran out of memory; raises any other ``error``.
 
-    The denominators are the minibatch's, so the gradient is the same to rounding. With shards, whose ranks must run
-    equally many passes, and for single rows it is raised, too.
+    The loss divides by the minibatch's counts, so the gradient is the same to rounding. Out of memory is raised, too,
+    if all microbatches are single rows, or with shards, whose ranks must run equally many passes.
     """
     several = [part.indices.tolist() for part in microbatches if len(part.rollout) > 1]
     if learner.is_sharded or not several or not is_out_of_memory(error):

@@ -1,4 +1,4 @@
-"""Learner: what an optimizer step changes."""
+"""Learner: all that an optimizer step changes."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from pspo.update.tokens import TokenRecord
 class Learner:
     """Policy, optimizer, schedule and reference model: everything that `pspo.update.update` steps.
 
-    Its state lacks the policy's weights, which a checkpoint saves as a model.
+    ``state_dict`` leaves out the policy's weights: a checkpoint saves them as a model.
     """
 
     policy: transformers.PreTrainedModel
     optimizer: torch.optim.Optimizer
-    scheduler: LambdaLR | None = None  # of a learning rate that is not constant
+    scheduler: LambdaLR | None = None  # None for a constant learning rate
     reference: transformers.PreTrainedModel | StartingAdapters | None = None
-    steps: int = 0  # taken
-    reference_rollouts: int = 0  # trained on with this reference, counted for --algorithm.reference_every
-    microbatch_tokens: int | None = None  # the most, fewer once memory has run out; None for the configuration's
-    record: TokenRecord | None = None  # gets what every step computes at tokens
+    steps: int = 0  # number of optimizer steps taken
+    reference_rollouts: int = 0  # rollouts with this reference, for --algorithm.reference_every
+    microbatch_tokens: int | None = None  # limit, lowered when memory runs out; None for the configuration's
+    record: TokenRecord | None = None  # collects every step's results at tokens
 
     def __post_init__(self) -> None:
         self.n_ranks = dist.world_size()
         self.is_sharded = dist.is_sharded(self.policy)
-        self.shares_prompts = shares_prompts(self.policy)  # a pass computes a prompt once
+        self.shares_prompts = shares_prompts(self.policy)  # if a pass computes each group's prompt once
 
     def reference_model(self) -> AbstractContextManager[transformers.PreTrainedModel | None]:
         """The reference model, for a `with` block; under LoRA the policy itself, with the adapters it started from."""
         return self.reference if isinstance(self.reference, StartingAdapters) else nullcontext(self.reference)
 
     def reference_weights(self) -> list[Tensor]:
-        """The reference's weights; under LoRA its adapters."""
+        """The reference model's weights; under LoRA only its adapters'."""
         by_adapters = isinstance(self.reference, StartingAdapters)
         return self.reference.start if by_adapters else [*self.reference.state_dict().values()]
 
@@ -63,7 +63,7 @@ class Learner:
             stored.copy_(new)
 
     def refresh_reference(self, every: int) -> None:
-        """Count a rollout; after ``every`` of them make the policy the reference first."""
+        """Count a rollout; if ``every`` rollouts were counted before it, make the policy the reference first."""
         if self.reference_rollouts == every:
             by_adapters = isinstance(self.reference, StartingAdapters)
             self.set_reference(self.reference.adapters if by_adapters else [*self.policy.state_dict().values()])
@@ -80,7 +80,7 @@ class Learner:
         }
 
     def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-        """What fits of a parent's state; ValueError for adapters that would count more or less."""
+        """Return the parts of a parent's state that fit; raises ValueError if adapters would be scaled differently."""
         alpha = changes.get("model.lora.alpha")
         if alpha and has_adapters(self.policy):
             raise ValueError(f"the parent's adapters have --model.lora.alpha {alpha[0]:g}: fork with the same")
@@ -94,7 +94,7 @@ class Learner:
         return state | own | {"optimizer": moments}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore everything but the weights; learning rate and other options stay as this optimizer was made."""
+        """Restore everything but the weights; the optimizer keeps its learning rate and options, not the saved ones."""
         self.steps = state["steps"]
         self.microbatch_tokens = state["microbatch_tokens"]
         self.reference_rollouts = state["reference_rollouts"]
@@ -110,14 +110,14 @@ class Learner:
 
 
 def reference_config(config: TrainConfig) -> ModelConfig:
-    """--algorithm.reference as a model of its checkpoint's dtype; float32 under fsdp2."""
+    """Configuration of --algorithm.reference; bfloat16 if its checkpoint is, but not under fsdp2, else float32."""
     model = replace(config.model, name_or_path=config.algorithm.reference, revision=None, lora=LoraConfig())
     is_bfloat16 = load_model_config(model).dtype == torch.bfloat16 and config.distributed.strategy != "fsdp2"
     return replace(model, dtype="bfloat16" if is_bfloat16 else "float32")
 
 
 def check_reference(config: TrainConfig, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-    """Raise ValueError unless --algorithm.reference is a model of the policy's vocabulary."""
+    """Raise ValueError if --algorithm.reference is set, but not to a model with the policy's vocabulary."""
     name = config.algorithm.reference
     if name is None:
         return
@@ -132,7 +132,7 @@ def check_reference(config: TrainConfig, tokenizer: transformers.PreTrainedToken
 def load_reference(
     config: TrainConfig, policy: transformers.PreTrainedModel, device: torch.device
 ) -> transformers.PreTrainedModel | StartingAdapters | None:
-    """The reference model, frozen: --algorithm.reference, or the initial model if there is a beta."""
+    """The reference model, frozen: --algorithm.reference, or the initial model if beta is above 0, or None."""
     if config.algorithm.reference is not None:
         return load_policy(reference_config(config), device, config.distributed).requires_grad_(False)
     if config.algorithm.beta == 0:
@@ -143,7 +143,7 @@ def load_reference(
 
 
 def make_learner(config: TrainConfig, device: torch.device) -> Learner:
-    """Load the policy, and the reference if there is one, and make the optimizer."""
+    """Load the policy and, if needed, the reference model; make the optimizer and its schedule."""
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step is no mistake
     policy = load_policy(config.model, device, config.distributed)
     reference = load_reference(config, policy, device)

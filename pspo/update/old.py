@@ -1,15 +1,15 @@
-"""Old log-probs: of the policy that ratios r = exp(logprob - old log-prob) are formed against.
+"""Old log-probs: the ratios r = exp(logprob - old log-prob) are formed against them.
 
 | --rollout.lag | draws | --algorithm.ratio_to | minibatches | old log-probs are |
 |---|---|---|---|---|
-| 0 | policy or engine | either | 1 | the policy's before the first step, by the first visit's own pass |
-| 0 | policy or engine | either | 2 or more | the same; of rows first visited after a step, by a pass before it |
-| above 0 | policy | behaviour | any | the policy's that drew the rollout, by a pass when it is drawn |
-| above 0 | engine | behaviour | any | the engine's: its weights are gone when they would be needed |
+| 0 | policy or engine | either | 1 | the policy's before the first step, computed by that step's own pass |
+| 0 | policy or engine | either | 2 or more | the same; rows of later steps get a pass before the first step |
+| above 0 | policy | behaviour | any | those of the policy that drew, by a pass right after the draw |
+| above 0 | engine | behaviour | any | the engine's own: the weights that drew are gone by then |
 | above 0 | policy or engine | proximal | any | as without a lag |
 
-An environment's turns count as the policy's. Every pass has the microbatches that are trained in: in bfloat16 other
-shapes alone would move ratios by more than an update does.
+Turns in an environment count as drawn by the policy. Every pass uses the same microbatches as training: in bfloat16,
+different shapes alone would move ratios by more than an update does.
 """
 
 import torch
@@ -24,7 +24,7 @@ from pspo.update.learner import Learner
 
 
 def old_logprobs(learner: Learner, batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> Tensor:
-    """(B, T) old log-probs before a rollout's first step; 0 in rows whose old log-probs that step's pass makes."""
+    """(B, T) old log-probs before a rollout's first step; 0 in rows for which that step's own pass computes them."""
     if batch.rollout.behaviour_logprobs is not None:
         return to_device(batch.rollout.behaviour_logprobs, learner.policy.device)
     later = minibatches[1:] + fillers(batch, minibatches, config)
@@ -34,7 +34,7 @@ def old_logprobs(learner: Learner, batch: Batch, minibatches: list[Minibatch], c
 def drawn_logprobs(
     learner: Learner, rollout: Rollout, advantages: Tensor, model: PreTrainedModel, config: TrainConfig
 ) -> Tensor:
-    """(B, T) log-probs of a rollout just drawn, by a model; 0 in rows that `update` leaves out."""
+    """(B, T) log-probs by ``model`` of a rollout that was just drawn; 0 in rows that `update` leaves out."""
     batch = make_batch(rollout, advantages, config)
     minibatches = split_minibatches(learner, batch, config)
     minibatches += fillers(batch, minibatches, config)
@@ -42,7 +42,7 @@ def drawn_logprobs(
 
 
 def reference_logprobs(learner: Learner, batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> Tensor:
-    """(B, T) log-probs of a rollout by the reference model, which --algorithm.reference_every refreshes first."""
+    """(B, T) log-probs of a rollout by the reference model, first replaced if --algorithm.reference_every says so."""
     if config.algorithm.reference_every > 0:
         learner.refresh_reference(config.algorithm.reference_every)
     with learner.reference_model() as reference:
@@ -50,7 +50,7 @@ def reference_logprobs(learner: Learner, batch: Batch, minibatches: list[Minibat
 
 
 def fillers(batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> list[Minibatch]:
-    """Under --algorithm.shuffle the rows that no first visit makes, but may fill up a later epoch's minibatch."""
+    """Under --algorithm.shuffle, a minibatch of the rows that the first epoch skips, but a later one may visit."""
     if not config.algorithm.shuffle:
         return []
     visited = {row for minibatch in minibatches for rows in minibatch.groups for row in rows}
@@ -61,7 +61,7 @@ def fillers(batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> 
 def compute_logprobs(
     learner: Learner, batch: Batch, minibatches: list[Minibatch], model: PreTrainedModel, config: TrainConfig
 ) -> Tensor:
-    """(B, T) log-probs of these minibatches' rows by a model, without gradient; 0 elsewhere."""
+    """(B, T) log-probs by ``model`` of the minibatches' rows, without gradient; 0 in all other rows."""
     shape = batch.rollout.completion_ids.shape
     logprobs = torch.zeros(shape, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
     for minibatch in minibatches:
@@ -71,7 +71,7 @@ def compute_logprobs(
                 for part in microbatches:
                     with autocast(config.model.autocast, model.device):
                         values = part.rollout.logprobs(model, config.rollout.temperature)
-                    if part.rollout.completion_mask.any():  # not of a masked row, whose index is another row's
+                    if part.rollout.completion_mask.any():  # a masked row has another row's index
                         logprobs[to_device(part.indices, model.device), : values.shape[1]] = values
                 break
             except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Optimizers, of weights in float32 or bfloat16, with moments in float32 or 8 bits; and their schedules."""
+"""Optimizers for float32 or bfloat16 weights, with moments in float32 or 8 bits, and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pspo.model.adapters import trained_parameters
 def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer of all parameters that are not frozen, at the peak learning rate.
 
-    --optimizer.options may have a weight_decay, of matrices and embeddings; norms and biases have none.
+    A weight_decay in --optimizer.options applies to matrices and embeddings, not to norms and biases.
     """
     weights = list(trained_parameters(policy).values())
     is_bfloat16 = any(weight.dtype == torch.bfloat16 for weight in weights)
     optimized = weights
-    if is_bfloat16:  # float32 copies, empty but for each one's own step
+    if is_bfloat16:  # float32 copies, each empty except while its weight is stepped
         optimized = [nn.Parameter(torch.empty(0, device=weight.device)) for weight in weights]
     decayed = []
     others = []
@@ -37,9 +37,9 @@ def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig
 
 
 def new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer of --optimizer.name of groups of parameters, each with its own weight_decay."""
+    """The optimizer that --optimizer.name selects, for groups of parameters with a weight_decay each."""
     require(config.lr is not None, "optimizer.lr", "must be set: its default depends on the model", config.lr)
-    options = config.options | {"lr": float(config.lr)}  # plain, for checkpoints
+    options = config.options | {"lr": float(config.lr)}  # a plain float, for checkpoints
     if config.name == "sgd":
         return torch.optim.SGD(groups, **options)
     if config.name == "adamw":
@@ -51,7 +51,7 @@ def new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torc
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Raise ValueError unless the library of --optimizer.name is there and takes --optimizer.options."""
+    """Raise ValueError unless --optimizer.name's library is installed and takes --optimizer.options."""
     if "8bit" in config.name and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"--optimizer.name {config.name} needs bitsandbytes: pip install 'pspo[adamw8bit]'")
     if "lr" in config.options:
@@ -63,9 +63,9 @@ def check_optimizer(config: OptimizerConfig) -> None:
 
 
 class StochasticRounding(torch.optim.Optimizer):
-    """Optimize bfloat16 weights by an optimizer of float32 copies, one at a time, rounded up or down at random.
+    """Optimize bfloat16 weights one at a time: step a float32 copy, then round it up or down at random.
 
-    Rounded to the nearest, a step below 1/512 of a weight would vanish: bfloat16 has 8 significant bits. Every rank
+    Rounding to the nearest would lose a step below 1/512 of a weight: bfloat16 has 8 significant bits. Every rank
     draws the same random numbers, so that replicated weights stay the same.
     """
 
@@ -76,7 +76,7 @@ class StochasticRounding(torch.optim.Optimizer):
         self.defaults = inner.defaults
         self.generator = torch.Generator(weights[0].device).manual_seed(0)
         for weight in weights:
-            weight.grad_dtype = torch.float32  # a bfloat16 sum over microbatches would lose the small ones
+            weight.grad_dtype = torch.float32  # a bfloat16 sum over microbatches would lose small gradients
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ class StochasticRounding(torch.optim.Optimizer):
                 copy.data = weight.float()
                 copy.grad = weight.grad
                 self.inner.step()  # moves this weight alone: the others have no gradient
-                is_exact = weight.dtype == torch.float32  # some architectures keep a few
+                is_exact = weight.dtype == torch.float32  # some architectures keep a few weights in float32
                 weight.copy_(copy if is_exact else round_stochastically(copy, self.generator))
                 copy.data = copy.new_empty(0)
                 copy.grad = None
@@ -107,14 +107,14 @@ class StochasticRounding(torch.optim.Optimizer):
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Finite float32 values to one of the two nearest in bfloat16, each as likely as the value is near to it."""
+    """Round finite float32 values to a bfloat16 neighbour, at random, such that the mean is the value."""
     noise = torch.randint(2**16, values.shape, generator=generator, device=values.device, dtype=torch.int32)
     bits = values.view(torch.int32).add(noise).bitwise_and(-(2**16))  # bfloat16 is the upper half of the bits
     return bits.view(torch.float32).bfloat16()
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: OptimizerConfig, max_steps: int) -> LambdaLR | None:
-    """A linear warm-up from 0, then constant, or to 0 at ``max_steps``; None for a rate that is constant throughout."""
+    """Warm up linearly from 0, then stay constant or decay to 0 at ``max_steps``; None if always constant."""
     if config.schedule == "constant" and config.warmup_steps == 0:
         return None
     from transformers.optimization import get_scheduler  # slow to import

@@ -2,8 +2,8 @@
 
 `backward` is the method: hidden states -> log-probs -> surrogate -> terms -> aggregate -> backward.
 
-Left out: a value model, since advantages compare a group's rewards; packing, since rows are padded; a reward on each
-token, though advantages may be (B, T); ratios to any policy but the one that `pspo.update.old` says.
+pspo leaves out a value model (advantages compare a group's rewards), packing (rows are padded), rewards per token
+(advantages may be (B, T), though), and ratios to any policy but the one that `pspo.update.old` names.
 """
 
 import math
@@ -25,10 +25,10 @@ from pspo.update.tokens import Visit, concat_columns, step_metrics, token_column
 
 
 def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: TrainConfig) -> list[dict[str, float]]:
-    """Take the optimizer steps of this rank's rows (B) of a rollout, with advantages (B,) or (B, T) float32.
+    """Take the optimizer steps on this rank's B rows of a rollout, with advantages (B,) or (B, T) float32.
 
     Returns the metrics of each step over all ranks' rows. Raises ValueError if the rollout lacks what --algorithm
-    needs, or all of --run.max_steps are taken.
+    needs, or if all of --run.max_steps are taken.
     """
     algorithm = config.algorithm
     steps_left = config.run.max_steps - learner.steps
@@ -60,16 +60,16 @@ def take_step(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Accumulate a minibatch's gradient, sum it over the ranks, clip it, and step.
 
-    Returns `token_columns`, and the step's metrics. A loss or gradient that is not finite is counted and skipped.
+    Returns `token_columns` and the step's metrics. A step is counted but skipped if loss or gradient is not finite.
     """
     counts = minibatch.counts
     while True:
-        learner.optimizer.zero_grad()  # of a step that raised, and of passes that ran out of memory
+        learner.optimizer.zero_grad()  # left by a step that raised, or by passes that ran out of memory
         visits = []
         microbatches = split_microbatches(learner, batch, minibatch, config)
         try:
             for part in microbatches:
-                if learner.is_sharded:  # FSDP gathers the weights around what it takes for a forward pass
+                if learner.is_sharded:  # FSDP gathers the weights around a call that it takes for a forward pass
                     visits += learner.policy.call_with_weights(partial(backward, learner, part, counts, config))
                 else:
                     visits += backward(learner, part, counts, config)
@@ -105,9 +105,9 @@ def take_step(
 def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> list[Visit]:
     """Accumulate the gradient of a microbatch's share of the minibatch's loss.
 
-    One pass through the model's body makes hidden states. Whole rows, few enough that few logits exist at a time, go
-    through the output embedding, the loss and back; then one pass goes back through the body. Returns what each of
-    these parts computed, without gradient.
+    One pass through the model's body computes hidden states. Chunks of whole rows go through the output embedding, the
+    loss and back, so that few logits exist at a time; one backward pass through the body follows. Returns the results
+    of each chunk, without gradient.
     """
     algorithm = config.algorithm
     policy = learner.policy
@@ -115,7 +115,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     surrogate = algorithm.surrogate.bind_step(learner.steps)
     visits = []
     gradients = []
-    with autocast(config.model.autocast, policy.device):  # around all: casts weights once
+    with autocast(config.model.autocast, policy.device):  # around everything: weights are cast once
         hidden = hidden_states(policy, rollout, learner.shares_prompts)  # (N, H)
         for rows, tokens in row_chunks(policy, rollout.completion_mask):
             states = hidden[tokens].detach().requires_grad_()  # (n, H)
@@ -134,7 +134,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
             gradients.append(states.grad)
             x = replace(x, logprobs=x.logprobs.detach(), entropies=x.entropies.detach())
             visits.append(Visit(x, loss.detach(), weights, batch.indices[rows], rollout.loss_mask[rows]))
-        if hidden.requires_grad:  # not with adapters at the output embedding alone
+        if hidden.requires_grad:  # False with adapters at the output embedding alone
             with torch.autocast(policy.device.type, enabled=False):
                 hidden.backward(torch.cat(gradients))
     return visits

@@ -1,4 +1,4 @@
-"""Results of optimizer steps at tokens: by column, as metrics of a step, and as ``tokens.parquet``."""
+"""Per-token results of optimizer steps: as columns, as metrics of a step, and for ``tokens.parquet``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +17,17 @@ from pspo.token_table import token_texts
 
 @dataclass(frozen=True)
 class Visit:
-    """Results of an optimizer step at b rows, without gradient."""
+    """Results of an optimizer step for b rows, without gradient."""
 
     inputs: LossInputs  # (b, t)
     loss: Tensor  # scalar, the rows' share of the minibatch's loss
-    weights: Tensor  # (b, t), d surrogate's loss / d logprob of each token, before terms and aggregation
+    weights: Tensor  # (b, t), d(surrogate's loss) / d(logprob) of each token, before terms and aggregation
     rows: Tensor  # (b,) int64, the rows' numbers in the rollout, on the CPU
-    mask: Tensor  # (b, t) bool, that of the inputs, on the CPU
+    mask: Tensor  # (b, t) bool, the inputs' mask, on the CPU
 
 
 def token_columns(visits: list[Visit]) -> dict[str, Tensor]:
-    """By name the values (n,) at this rank's unmasked tokens, on the CPU, with the names of `COLUMNS`."""
+    """Columns by name, as in `COLUMNS`, of the values (n,) at this rank's unmasked tokens; on the CPU."""
     parts = []
     for visit in visits:
         x = visit.inputs
@@ -50,19 +50,19 @@ def token_columns(visits: list[Visit]) -> dict[str, Tensor]:
 
 
 def concat_columns(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All ranks' `token_columns`, with rows numbered among all ranks' rows."""
+    """`token_columns` of all ranks together, with rows numbered over all ranks."""
     rows = tokens["row"] * dist.world_size() + dist.rank()
     columns = torch.stack([*(tokens | {"row": rows}).values()], dim=1)  # (n, m)
     return dict(zip(tokens, dist.concat_over_ranks(columns).unbind(dim=1), strict=True))
 
 
 def step_metrics(tokens: dict[str, Tensor], counts: Counts, config: TrainConfig) -> dict[str, float]:
-    """Statistics of a step over all ranks' tokens: `diagnose`, the entropy of `trained_rows`, and those of terms."""
+    """Statistics of a step over all ranks' tokens: `diagnose`, the entropy in `trained_rows`, and `term_metrics`."""
     is_active = tokens["advantage"] != 0
     active = {name: values[is_active] for name, values in tokens.items()}
     metrics = diagnose(active["logprob"], active["old_logprob"], active["advantage"], active["weight"], active["row"])
     is_trained = tokens["is_trained"].bool()
-    entropies = tokens["entropy"][is_trained] if is_trained.any() else tokens["entropy"]  # all if none has a signal
+    entropies = tokens["entropy"][is_trained] if is_trained.any() else tokens["entropy"]  # all if no row has a signal
     metrics["entropy"] = entropies.sum().item() / max(len(entropies), 1)
     if config.algorithm.beta > 0 or config.correction != "none":
         metrics |= term_metrics(tokens, counts, config)
@@ -70,7 +70,7 @@ def step_metrics(tokens: dict[str, Tensor], counts: Counts, config: TrainConfig)
 
 
 def term_metrics(tokens: dict[str, Tensor], counts: Counts, config: TrainConfig) -> dict[str, float]:
-    """Statistics of the KL penalty and of the correction, those of the two that are on."""
+    """Statistics of the KL penalty and of the correction, each if it is on."""
     algorithm = config.algorithm
     metrics = {}
     old_logprobs = tokens["old_logprob"]
@@ -86,20 +86,20 @@ def term_metrics(tokens: dict[str, Tensor], counts: Counts, config: TrainConfig)
 
 
 class TokenRecord:
-    """Collects what optimizer steps compute at the tokens of this rank's first ``rows`` rows of a rollout."""
+    """Collects the results of optimizer steps at the tokens of this rank's first ``rows`` rows of a rollout."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.visits: list[dict[str, np.ndarray]] = []
 
     def add(self, step: int, values: dict[str, Tensor]) -> None:
-        """Add a step's values (n,) at tokens, by column of `COLUMNS`, and ``row`` and ``position`` of these."""
+        """Add a step's `token_columns`: values (n,) by name, with each token's ``row`` and ``position``."""
         is_recorded = values["row"] < self.rows
         visit = {name: value[is_recorded].numpy() for name, value in values.items()}
         self.visits.append(visit | {"step": np.full(len(visit["row"]), step)})
 
     def take(self, tokenizer: PreTrainedTokenizerBase, experience: Any, group_size: int) -> dict[str, Any]:
-        """Columns of the visits to the tokens of a `pspo.rollout.Experience`; they are then forgotten."""
+        """Return the columns collected for a `pspo.rollout.Experience`, and forget them."""
         columns = {name: np.concatenate([visit[name] for visit in self.visits]) for name in self.visits[0]}
         self.visits = []
         rows = columns["row"]
