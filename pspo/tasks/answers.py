@@ -9,13 +9,13 @@ A *number* is an optional sign (`+`, `-`, U+2212, U+2013 ...) and one of
     \frac{1}{2}   \dfrac12   \tfrac{-1}{2}     LaTeX, of integers; LaTeX's own commas `1,\!000`, `1{,}000` too
     2 1/2   2\frac{1}{2}                       an integer and such a fraction: their sum
 
-- A number is whole or it is none. A power, a root, pi or a factorial at it makes the whole no number: `2^5`, `5!`,
-  `2\sqrt{3}`; so do a zero denominator, over 1,000 digits and a longer exponent.
+- A number with a power, a root, pi or a factorial is no number as a whole: `2^5`, `5!`, `2\sqrt{3}`. Nor is one with
+  a zero denominator, more than 1,000 digits or an exponent of more than four digits.
 - `1,2` and `1234,567` are two numbers each, as are `100-50` and `6*7`; `12/25/2024` is three.
 - A sign counts only where no digit, letter or `)` stands right before it. A currency sign may follow it: `-$5` is -5.
-  With a blank behind it, it counts only at the beginning and after `=`, `<`, `*`, `$` or an opening bracket.
-- What is glued to the digits otherwise plays no part: `5kg`, `x5`, `50%` and `\boxed{5}` hold 5, 5, 50 and 5.
-- An answer is read after the thoughts `<think>...</think>`; a completion whose last one is not closed has none.
+  A sign before a blank counts only at the beginning and after `=`, `<`, `*`, `$` or an opening bracket.
+- Anything else that is glued to the digits is ignored: `5kg`, `x5`, `50%` and `\boxed{5}` hold 5, 5, 50 and 5.
+- An answer is read after the thoughts `<think>...</think>`; a completion with unclosed thoughts at its end has none.
 
 Arithmetic is exact, on Decimals (1e9999 costs no more than 1) and Fractions. Every quantifier below is possessive or
 short, so parsing takes time linear in the text, and no text raises.
@@ -42,7 +42,7 @@ _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*+)?+|(?<![\w.])\.[0-9]++)"  # 1,234.50 and 
 _ARGUMENT = rf"(?:\{{[ ]*+[-+]?{_DIGITS}[ ]*+\}}|[0-9])"  # {12} and 1 of \frac{12}{7} and \frac12
 _FRAC = r"\\[dtc]?frac[ ]*+"
 _TIMES = r"[ ]*+(?:\\times|\\cdot|[*×x·⋅])[ ]*+"
-# What makes a number beside it none: a root, \pi, an unsure sign, a fraction of more than integers, a power.
+# These make the number beside them no number: a root, \pi, \pm, a fraction of more than integers, a power.
 _BRACES = r"\{[^{}\n]*+(?:\{[^{}\n]*+(?:\{[^{}\n]*+\}[^{}\n]*+)*+\}[^{}\n]*+)*+\}?+"  # up to three levels deep
 _TERM = rf"[ ]*+(?:{_BRACES}|\([^()\n]{{0,60}}+\)|[-+]?[\w.]++|\\[a-zA-Z]++)"  # {2x} and (a + b) and x2 and \alpha
 _NO_NUMBER = rf"""(?:
@@ -69,7 +69,7 @@ _NUMBER = re.compile(
         (?:(?:[eE]|(?:{_TIMES})?+10\^\{{?+)(?P<exponent>[-+]?[0-9]++)\}}?+)?+
         |(?={_NO_NUMBER})
     )
-    (?P<rest>  # what makes it none: 2\sqrt{{3}}, 2^5, 2**5, 5!, 10_2, 2½
+    (?P<rest>  # what makes the whole no number: 2\sqrt{{3}}, 2^5, 2**5, 5!, 10_2, 2½
         (?=[ *×x·⋅\\^√π±!_s¼-¾⅐-⅞])
         (?:(?:{_TIMES}|[ ])?+{_NO_NUMBER}|\*\*[0-9]++|!|_(?:[0-9]++|{_BRACES})|[¼-¾⅐-⅞])++
         (?:/{_DIGITS})?+
@@ -81,10 +81,10 @@ _SEPARATORS = str.maketrans("", "", ",!\\{} ;:~'_\u2019\u00a0\u2009\u202f")
 
 _SUPERSCRIPT = re.compile(r"[⁰¹²³⁴-⁹⁻]++")
 _MARKER = re.compile(r"(?<!#)####(?!#)")
-_EXCLAMATION = re.compile(  # that ends a sentence; a factorial's stands before what follows a number in a formula
+_EXCLAMATION = re.compile(  # a `!` that ends a sentence: no formula goes on behind it, as behind a factorial's
     r"(####[^a-zA-Z\n]*+)|(?<=[0-9])!++(?! ?(?:[-+/^=<>0-9a-z\\(),.;:}\]$]|\*(?!\*)))"
 )
-# What makes a number a part of a formula, behind it and before it; bounded, as no match may take long.
+# What stands behind or before a number in a formula. Repetitions are bounded, because no match may take long.
 _OPERATOR = r"(?:[-+×÷·⋅±/]|(?<!\*)\*(?!\*)|(?<![a-z])x(?![a-z])|\\(?:times|cdot|div|pm)|plus|minus|times|divided by)"
 _DIGIT = r"[ ]{0,2}[-+]?[ ]?(?:\\?[$£€¥₹]|[({*]){0,3}(?:\.?[0-9]|\\[dt]?frac|\\?sqrt|√)"  # where an operand begins
 _VARIABLE = r"(?<![a-zA-Z\\])[b-hj-zB-HJ-Z](?![a-zA-Z])"  # neither `a` nor `I`, which are words
@@ -123,7 +123,7 @@ def _read(match: re.Match[str]) -> Number | None:
 
 
 def _prose(text: str) -> str:
-    """The text with `-` for every minus, `^2` for a superscript, and no `!` that ends a sentence: in `It is 42!`."""
+    """The text with `-` for every minus, `^2` for a superscript, without a `!` that ends a sentence (`It is 42!`)."""
     text = _SUPERSCRIPT.sub(lambda match: f"^{unicodedata.normalize('NFKC', match[0])}", text)
     for dash in _DASHES:
         text = text.replace(dash, "-")
@@ -132,7 +132,7 @@ def _prose(text: str) -> str:
 
 def find_numbers(text: str) -> Iterator[Number]:
     """Yield the numbers of the text from right to left, each spelling once."""
-    starts = {match.group(): match.start() for match in _NUMBER.finditer(text)}  # the last of each spelling
+    starts = {match.group(): match.start() for match in _NUMBER.finditer(text)}  # where each spelling stands last
     for start in sorted(starts.values(), reverse=True):
         number = _read(_NUMBER.match(text, start))
         if number is not None:
@@ -140,18 +140,18 @@ def find_numbers(text: str) -> Iterator[Number]:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Return the value of a text that is one number and nothing else, blanks included, or None."""
+    """Return the value of a text that is one number and nothing else, not even blanks; None for any other text."""
     match = _NUMBER.fullmatch(_prose(text))
     number = _read(match) if match else None
     return None if number is None else Fraction(number)
 
 
 def parse_gold(text: str) -> Fraction | None:
-    r"""Return the value of a gold answer that is one number, else None, such as of `x=5` and `(1,2)`.
+    r"""Return the value of a gold answer that is one number; None for any other, such as `x=5` and `(1,2)`.
 
-    A currency sign before it (`$`, `\$`) and `%`, `\%`, `^\circ`, `^{\circ}` or a degree sign after it are dropped.
+    A currency sign (`$`, `\$`) before the number and `%`, `\%`, `^\circ`, `^{\circ}` or `°` behind it are dropped.
     """
-    text = re.sub(r"^\$([^$]+)\$$", r"\1", text.strip())  # as TRL's data have it
+    text = re.sub(r"^\$([^$]+)\$$", r"\1", text.strip())  # `$5$`, as in TRL's data
     text = re.sub(r"^\\?[$£€¥₹]\s*", "", text.strip())
     number = parse_number(re.sub(r"\s*(?:\\?%|°|\^\\circ|\^\{\\circ\})$", "", text))
     is_long = number is not None and max(abs(number.numerator), number.denominator) >= 10**MAX_DIGITS  # 1e5000
@@ -180,14 +180,14 @@ def after_thoughts(completion: str) -> str:
 
 
 def _marked_lines(text: str, marker: Marker) -> list[str]:
-    """What follows each marker `####`, up to the line's end or with the next marker; the one that counts is first."""
+    """The text behind each marker `####`, to the line's end or through the next marker, the one that counts first."""
     parts = [f"{part}####" for part in _MARKER.split(f"{text}\n")[1:]]
     lines = [part.splitlines()[0] for part in parts]
     return lines if marker == "first" else lines[::-1]
 
 
 def _read_line(line: str) -> tuple[bool, Number | None]:
-    """True if a line has a number; and its value: the first number outside formulas, or behind the `=` of one."""
+    """Whether a line has a number, and its value: the first number that is in no formula, or behind a formula's `=`."""
     has_number = False
     position = 0
     for _ in range(MAX_FORMULAS):
@@ -209,8 +209,8 @@ def _read_line(line: str) -> tuple[bool, Number | None]:
 def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
     """Return the number that the completion gives as its answer, exact; None if it holds no number.
 
-    It is the first number behind the last (or first) marker `####` that has one on its line, of an equation its value;
-    arithmetic without `=`, `3x` and `3:45` have none. Without such a marker it is the completion's last number.
+    The answer stands behind the last (or first) marker `####` that has a number on its line: the first number, or an
+    equation's value; arithmetic without `=`, `3x` and `3:45` have none. Without such a marker, the last number counts.
     """
     text = _prose(after_thoughts(completion))
     for line in _marked_lines(text, marker):
@@ -230,13 +230,13 @@ def matches_format(completion: str, marker: Marker = "last") -> bool:
 
 
 def extract_text(completion: str) -> str:
-    """Return the rest of the last marker's line, or the completion without one; runs of white space as one blank."""
+    """Return the rest of the last marker's line, or the completion if it has no marker; white space as one blank."""
     text = after_thoughts(completion)
     return " ".join([*_marked_lines(text, "last"), text][0].split())
 
 
 def is_correct(completion: str, gold: int | Fraction | str | None) -> bool | None:
-    """True if the completion's answer is the gold one: a number within 1e-6, a text exactly; None without a gold."""
+    """True if the completion has the gold answer, a number within 1e-6, a text exactly; None without a gold answer."""
     if gold is None:
         return None
     if isinstance(gold, str):
@@ -246,7 +246,7 @@ def is_correct(completion: str, gold: int | Fraction | str | None) -> bool | Non
 
 
 def contains_answer(completion: str, gold: int | Fraction | str | None) -> bool | None:
-    """True if gold is anywhere in the completion, thoughts too (the paper's "true accuracy"); None without a gold."""
+    """True if gold is anywhere in completion and thoughts (the paper's "true accuracy"); None if gold is None."""
     if gold is None:
         return None
     if isinstance(gold, str):

@@ -7,7 +7,7 @@
     #### 17
 
 Operands are 2 to 20, results 1 to 20. There are 4.4 million such problems of one step, 705 million of two and 77.7
-billion of three. The hash of its text decides a problem's split: train, validation and test share none, for any seeds.
+billion of three. The hash of a problem's text decides its split: splits share no problem, whatever their seeds are.
 """
 
 import operator
@@ -53,7 +53,7 @@ TASKS = {  # what is asked -> category
 
 
 def generate(draw: Callable[[random.Random], tuple[str, Problem]], split: str, seed: int = 0) -> Iterator[Problem]:
-    """Yield problems of a split without end, the same for a seed; ``draw`` also returns the text that decides it."""
+    """Yield endless problems of a split, fixed by the seed; ``draw`` returns the text that decides the split, too."""
     rng = random.Random(f"{split} {seed}")  # seeding with a str does not depend on PYTHONHASHSEED
     while True:
         text, problem = draw(rng)
@@ -76,7 +76,7 @@ def draw_story(rng: random.Random) -> tuple[str, Problem]:
     """Draw a plan of one to three operations, then numbers for it; draw again if no numbers fit."""
     steps = rng.choice((1, 2, 3))
     boxed = rng.random() < 0.3  # the first step is the opening's product
-    last = rng.choice("+-*/") if steps > boxed and rng.random() < 0.4 else ""  # the last is about others
+    last = rng.choice("+-*/") if steps > boxed and rng.random() < 0.4 else ""  # the last step is about others
     middle = [rng.choice("+-") for _ in range(steps - boxed - bool(last))]
     ops = [*("*" if boxed else ""), *middle, *last]
 

@@ -1,8 +1,9 @@
 """Load problems: from the Hugging Face hub, from local files, or generated.
 
-The split of a file, or of a hub set's, is the one word of `SPLIT_WORDS` in its name, or in that of the nearest folder
-with one. Those without are test if no other has one, else ignored: nothing is trained on by accident. Without a split
-validation, part of train is held out: all but 7,000 of GSM8K, else 5%, at most 500; the same words are on one side.
+The one word of `SPLIT_WORDS` in the name of a file or hub split, or of the nearest folder with such a word, decides its
+split. If no name has such a word, all is test; otherwise files without one are ignored: nothing is trained on by
+accident. Without a validation split, part of train is held out: all but 7,000 of GSM8K, else 5%, at most 500; prompts
+of the same words stay together.
 """
 
 import hashlib
@@ -27,15 +28,15 @@ SPLIT_WORDS |= dict.fromkeys(("training", "pretrain", "pretraining"), "train")
 SPLIT_WORDS |= dict.fromkeys(("valid", "val", "dev"), "validation")
 GENERATED_SIZES = {"train": 10_000, "validation": 500, "test": 500}  # without a limit
 ENOUGH_TO_HOLD_OUT = 50  # problems
-FEW = 0.1  # of the answers are of another kind than the others
+FEW = 0.1  # share of answers that may be of another kind than the rest
 
 
 @dataclass(frozen=True)
 class DataSpec:
     """Which problems to load: `pspo.config.DataConfig` without the switches."""
 
-    name: str  # of sources, joined by +
-    path: str | Path | None = None  # local file or folder; of a mixture it has one folder per source
+    name: str  # the sources' names, joined by +
+    path: str | Path | None = None  # local file or folder; a mixture's has one folder per source
     hub: dict[str, Any] = field(default_factory=dict)
     limit: int | None = None
     seed: int = 0
@@ -46,18 +47,18 @@ class DataSpec:
 
 @dataclass(frozen=True)
 class Source:
-    """Data set: how to read one of its records, and where the hub has it; or a generator of problems."""
+    """A data set: how one of its records is read, and where the hub has the set; or a generator of problems."""
 
     name: str
     prompt: tuple[str, ...] = ()  # columns
     answer: str = ""  # column
     hub_id: str = ""
-    revision: str | None = None  # of the hub's, so that everybody has the same problems
+    revision: str | None = None  # commit on the hub, so that everybody has the same problems
     configs: tuple[str | None, ...] = ()
-    splits: dict[str, str] = field(default_factory=dict)  # ours by the hub's names; without any they go by their words
+    splits: dict[str, str] = field(default_factory=dict)  # our names of splits by the hub's; if empty, words decide
     train_size: int | None = None  # rows of the published train split to train on; the rest is validation
     skip: str = ""  # local files with this in their path hold the same problems in another form
-    category: str = "category"  # and further columns of attributes of `Problem`
+    category: str = "category"  # this column and the next two become attributes of `Problem`
     level: str = "level"
     solution: str = ""
     read_gold: Callable[[str, files.Record, AnswerKind], str] = lambda text, record, kind: text  # of the answer's text
@@ -68,8 +69,8 @@ class Source:
 def _math_gold(solution: str, record: files.Record, kind: AnswerKind) -> str:
     boxes = boxed(solution) or [""]
     if kind == "number":
-        several = len({parse_gold(box) for box in boxes} - {None}) > 1  # "-2 and 1" is no number,
-        listed = "separated by commas" in str(record.get("problem")) and "," in boxes[-1]  # and 70,110 is two then
+        several = len({parse_gold(box) for box in boxes} - {None}) > 1  # "-2 and 1" is no number;
+        listed = "separated by commas" in str(record.get("problem")) and "," in boxes[-1]  # here 70,110 is two
         if several or listed:
             return ""
     return boxes[-1]
@@ -97,7 +98,7 @@ NAMES = (*SOURCES, "file")
 
 
 def find_sources(data: DataSpec) -> list[Source]:
-    """The sources that --data.name joins by +; ValueError for unknown ones, and for what they have no use for."""
+    """The sources that --data.name joins by +; ValueError for unknown sources and settings that they cannot use."""
     names = data.name.split("+")
     if data.hub.keys() - {"revision"} and all(part in NAMES for part in names):
         raise ValueError(f"--data.hub: configuration and splits are of hub ids (owner/name), and not of {data.name}")
@@ -136,10 +137,10 @@ class Part(NamedTuple):
 
 
 def group_by_split(parts: list[Part], splits: dict[str, str]) -> dict[str, list[Part]]:
-    """Parts by the one split that their names say, by ``splits`` or by a word; those that say none are left out."""
+    """Parts by the one split that their names give, by ``splits`` or a word; others are left out."""
     groups: dict[str, list[Part]] = {}
     for part in parts:
-        for name in reversed(Path(part.name).parts):  # the file's own before its folders'
+        for name in reversed(Path(part.name).parts):  # the file's name before its folders'
             words = [name] if name in splits else re.split("[^a-z]+", name.lower())
             said = {split for split in map((SPLIT_WORDS | splits).get, words) if split}
             if said:
@@ -150,13 +151,13 @@ def group_by_split(parts: list[Part], splits: dict[str, str]) -> dict[str, list[
 
 
 def table_parts(tables: dict[str, Any], place: str) -> list[Part]:
-    """Tables of `datasets` by split; an image is bytes, no object here."""
+    """Turn tables of `datasets`, by split, into parts; an image stays bytes."""
     rows = {split: files.table_records(table.with_format("arrow")[:]) for split, table in tables.items()}
     return [Part(split, f"{place} {split}", records) for split, records in rows.items()]
 
 
 def local_parts(path: Path, skip: str = "") -> list[Part]:
-    """A file, what `save_to_disk` wrote, or a folder's files: not hidden ones, nor with ``skip`` in their path."""
+    """Parts of a path: a file, what `save_to_disk` wrote, or a folder's files, but for hidden ones and ``skip``'s."""
     if path.is_file() and files.file_format(path):
         return [Part(path.name, str(path), files.read_records(path))]
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
@@ -184,7 +185,7 @@ def has_text_answers(path: Path, column: str) -> bool:
 
 
 def holdout_share(path: Path, holdout: float | None) -> float | None:
-    """Share of local problems that becomes test: unset a fifth of a single split of 50 or more; None without a test."""
+    """Share of local problems that becomes test; unset, a fifth of a single split of 50 or more; None if no test."""
     parts = local_parts(path)
     groups = group_by_split(parts, {})
     if holdout is None and groups.keys() <= {"train"}:
@@ -196,7 +197,7 @@ def holdout_share(path: Path, holdout: float | None) -> float | None:
 
 
 def hub_parts(source: Source) -> list[Part]:
-    """Splits of a data set of the hub, those that the source names if it names any; all its configurations together."""
+    """The splits of a hub data set in all its configurations; only those that the source names, if it names any."""
     import datasets  # slow to import
 
     parts = []
@@ -215,14 +216,14 @@ def hub_parts(source: Source) -> list[Part]:
 
 
 def prompt_words(problem: Problem) -> str:
-    """The prompt's words, without case and punctuation: by these two prompts are the same problem."""
+    """The prompt's words, without case and punctuation: two prompts of equal words are the same problem."""
     chat = problem.prompt
     text = chat if isinstance(chat, str) else " ".join(map(content_text, chat))
     return " ".join(re.findall(r"\w+", text.lower())) or text
 
 
 def validation_prompts(problems: list[Problem], train_size: int | None) -> set[str]:
-    """Words of the last prompts, of which validation is made: whole groups of the same until there are enough."""
+    """Words of the last prompts, which become validation: all problems of equal words together, until these suffice."""
     missing = max(1, min(500, len(problems) // 20))
     if train_size and len(problems) > train_size:
         missing = len(problems) - train_size
@@ -236,7 +237,7 @@ def validation_prompts(problems: list[Problem], train_size: int | None) -> set[s
 
 
 def make_problem(source: Source, record: files.Record) -> Problem:
-    """A problem of a record, its gold answer still as text."""
+    """Turn a record into a problem whose gold answer is still text."""
     columns = source.prompt
     if columns == ("prompt",) and "prompt" not in record and "messages" in record:
         columns = ("messages",)
@@ -253,13 +254,13 @@ def make_problem(source: Source, record: files.Record) -> Problem:
 
 
 def is_held_out(problem: Problem, data: DataSpec) -> bool:
-    """True for about the share to hold out, by the hash of problems' words: a larger share only adds some."""
+    """True for about a share ``data.holdout`` of problems, by their words' hash: a larger share only adds problems."""
     digest = hashlib.sha256(f"{data.seed} {prompt_words(problem)}".encode()).digest()
     return int.from_bytes(digest[:8]) < data.holdout * 2**64
 
 
 def read_split(data: DataSpec, source: Source, split: str, path: Path | None) -> list[Problem]:
-    """Read one split of a source, gold answers still as text; a holdout divides a single one into train and test."""
+    """Read a source's split, gold answers still as text; ``data.holdout`` cuts a single split into train and test."""
     place = path or source.hub_id
     parts = local_parts(path, source.skip) if path else hub_parts(source)
     groups = group_by_split(parts, source.splits) or {"test": parts}
@@ -267,7 +268,7 @@ def read_split(data: DataSpec, source: Source, split: str, path: Path | None) ->
     if is_divided:
         (parts,) = groups.values()
         groups = {"test": parts, "train": parts}
-    is_cut = "validation" not in groups  # from train
+    is_cut = "validation" not in groups  # then it is cut from train
     published = "train" if split == "validation" and is_cut else split
     if published not in groups:
         fix = f"name a file {split}.jsonl" if path else "name it in the splits of --data.hub"
@@ -294,7 +295,7 @@ def read_split(data: DataSpec, source: Source, split: str, path: Path | None) ->
 
 
 def parse_answers(problems: Sequence[Problem], kind: AnswerKind, is_assumed: bool, place: str) -> list[Problem]:
-    """Turn gold answers from text into the kind, without problems that have none; ValueError if these are too many."""
+    """Turn gold answers from text into the kind, and drop problems without one; ValueError if those are too many."""
     if kind == "none":
         return [replace(problem, answer=None) for problem in problems]
     texts = [str(problem.answer) for problem in problems]
@@ -315,8 +316,8 @@ def parse_answers(problems: Sequence[Problem], kind: AnswerKind, is_assumed: boo
 def read_problems(data: DataSpec, split: str) -> list[Problem]:
     """Load the problems of one split that have an answer of the kind asked for; print how many were left out, if any.
 
-    All have the same fields, None where one is missing. Train, a validation split made of it, and both of a mixture are
-    shuffled by the seed, and a limit draws of a test by it.
+    All problems have the same fields, None where one is missing. The seed shuffles train, a validation split cut from
+    train, and both splits of a mixture; it also draws the test's problems under a limit.
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
@@ -330,7 +331,7 @@ def read_problems(data: DataSpec, split: str) -> list[Problem]:
             drafts = read_split(data, source, split, folder)
         else:
             size = data.limit or GENERATED_SIZES[split]
-            if len(sources) > 1:  # whose limit is of the mixture
+            if len(sources) > 1:  # the limit is the mixture's
                 size = max(size, GENERATED_SIZES[split])
             drafts = [*islice(source.generate(split, data.seed), size)]
         is_assumed = data.answer_kind is None and source.name not in SOURCES
@@ -347,5 +348,5 @@ def read_problems(data: DataSpec, split: str) -> list[Problem]:
 
 
 def load_problems(name: str, split: str, path: str | Path | None = None, **options: Any) -> list[Problem]:
-    """`read_problems` of a `DataSpec`; ``options`` are its limit, seed, columns, answer_kind, holdout and hub."""
+    """Load a split's problems; ``options`` are `DataSpec`'s limit, seed, columns, answer_kind, holdout and hub."""
     return read_problems(DataSpec(name, path, **options), split)

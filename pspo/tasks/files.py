@@ -1,6 +1,6 @@
 """Readers of local files, compressed or not: JSON lines, JSON, CSV, parquet and ASDiv's XML, as rows.
 
-Not by `datasets`, because gold answers keep their decimal digits: 0.1 in a JSON file is the text `0.1`.
+`datasets` would lose decimal digits of gold answers; here 0.1 in a JSON file is the text `0.1`.
 """
 
 import csv
@@ -20,14 +20,14 @@ import numpy as np
 
 from pspo.tasks.problem import Messages, check_chat, check_unicode
 
-Record = dict[str, Any]  # of a file or data set of the hub: values by column
+Record = dict[str, Any]  # a row of a file or hub data set: values by column
 BLANKS = re.compile(r"\s*+")
 COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")  # that pyarrow reads
 DAMAGE = (ValueError, NotImplementedError, OSError, RecursionError, csv.Error, ElementTree.ParseError)
 
 
 class WrittenNumber(str):
-    """A number with a decimal point or exponent of a JSON file, as it is written: `1e3`."""
+    """A JSON file's number with a decimal point or exponent, as the file writes it: `1e3`."""
 
 
 def local_path(path: str | Path) -> Path:
@@ -36,7 +36,7 @@ def local_path(path: str | Path) -> Path:
 
 
 def nested_value(record: Record, column: str) -> Any:
-    """A column, or a nested one by its path such as reward_model.ground_truth; None for a missing one and for NaN."""
+    """The value of a column, or of a path such as reward_model.ground_truth in it; None if it is missing or NaN."""
     value: Any = record
     for name in [column] if column in record else column.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -44,7 +44,7 @@ def nested_value(record: Record, column: str) -> Any:
 
 
 def column_text(record: Record, column: str, is_optional: bool = False) -> str:
-    """A column as text, "" if it is empty; unless it is optional, ValueError if it is missing, or no text or number."""
+    """A column's value as text, "" if empty; ValueError if a required column is missing, or neither text nor number."""
     value = nested_value(record, column)
     if not is_optional:
         if column not in record and column.split(".")[0] not in record:
@@ -55,7 +55,7 @@ def column_text(record: Record, column: str, is_optional: bool = False) -> str:
 
 
 def read_prompt(record: Record, columns: Sequence[str]) -> str | Messages:
-    """Columns as one text, a single one with its outer blanks; or the chat that it holds as a list."""
+    """The columns as one text, a single column with its outer blanks; or the chat, if the first column holds a list."""
     value = nested_value(record, columns[0])
     if "<image>" in str(value) and (record.get("images") or record.get("image")):
         raise ValueError(f"column {columns[0]!r} has an <image>, which is not read: leave out such records")
@@ -69,7 +69,7 @@ def read_prompt(record: Record, columns: Sequence[str]) -> str | Messages:
 
 
 def without_gaps(value: Any) -> Any:
-    """A value without keys that are None, which files that were tables have."""
+    """Drop keys whose value is None, at any depth: tables fill in such keys."""
     if isinstance(value, list):
         return [without_gaps(part) for part in value]
     if isinstance(value, dict):
@@ -78,7 +78,7 @@ def without_gaps(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return decimals as floats, and what is not finite as None, also inside lists and objects."""
+    """Return decimals as floats, and numbers that are not finite as None, also inside lists and objects."""
     if isinstance(value, float | Decimal | WrittenNumber):
         number = float(value)
         return number if math.isfinite(number) else None
@@ -127,7 +127,7 @@ def make_record(pairs: Iterable[tuple[str, Any]]) -> Record:
 
 
 def table_records(table: Any) -> Iterator[Record]:
-    """The rows of a pyarrow table, which gives each object the keys of all the others."""
+    """The rows of a pyarrow table, without the keys that it gives an object because other rows' objects have them."""
     info = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}")).get("info") or {}
     features = info.get("features") or {}
     for row in table.to_pylist():
@@ -136,11 +136,11 @@ def table_records(table: Any) -> Iterator[Record]:
 
 
 def read_value(value: Any, kind: Any, feature: Any) -> Any:
-    """A value by its pyarrow type and feature of `datasets`: shortest decimals of narrow floats, names of labels."""
+    """Convert a value by pyarrow type and `datasets` feature: narrow floats to shortest decimals, labels to names."""
     import pyarrow.types as types  # slow to import
 
     feature = feature[0] if isinstance(feature, list) else feature or {}
-    feature = feature.get("feature") if "_type" in feature and "feature" in feature else feature  # of a list's parts
+    feature = feature.get("feature") if "_type" in feature and "feature" in feature else feature  # a list's items'
     if value is None:
         return None
     if types.is_float16(kind):
@@ -157,7 +157,7 @@ def read_value(value: Any, kind: Any, feature: Any) -> Any:
 
 
 def _read_json(path: Path) -> Iterator[Any]:
-    """Values one after the other, as in JSON lines, and those of a list; MATH's original has one file per problem."""
+    """Yield values that follow each other, as in JSON lines, and a list's items; MATH has a file per problem."""
     text = read_text(path)
     parser = json.JSONDecoder(parse_float=WrittenNumber, parse_constant=lambda _: None, object_pairs_hook=make_record)
     start = BLANKS.match(text).end()

@@ -27,7 +27,7 @@ class Problem:
     """A task for the model, and what its completions are scored against."""
 
     prompt: str | Messages  # the user turn of the chat; or a whole chat up to where the assistant begins
-    answer: Fraction | str | None = None  # the gold one, as --data.answer_kind says; None for a task without one
+    answer: Fraction | str | None = None  # gold answer of --data.answer_kind; None for a task without one
     fields: dict[str, Any] = field(default_factory=dict, hash=False)  # other columns by name; rewards may ask for them
     source: str = ""  # data set: gsm8k, math, ...
     category: str = ""  # this and the next two in the source's own form
@@ -35,14 +35,14 @@ class Problem:
     solution: str = ""
 
     def record(self) -> dict[str, Any]:
-        """Return prompt, gold answer and fields, if any, in JSON's types; dates and the beginning of bytes as texts."""
+        """Return prompt, gold answer and fields, if any, in JSON's types; others as texts of up to 80 characters."""
         gold = None if self.answer is None else str(self.answer)
         fields = json.loads(json.dumps(self.fields, default=lambda value: f"{value!s:.80}"))
         return {"prompt": self.prompt, "gold": gold} | ({"fields": fields} if fields else {})
 
 
 def content_text(turn: dict[str, Any]) -> str:
-    """The text of a turn, its parts joined, "" without any; ValueError for a part of another kind."""
+    """The text of a turn, its parts joined, "" if it has none; ValueError for a part that is not text."""
     content = turn.get("content") or ""
     if isinstance(content, str):
         return content
@@ -77,15 +77,15 @@ class Environment(Protocol):
     """One object for each row of a rollout; ``examples/calculator.py`` has one. It must not run what the model writes.
 
     It may have ``tools``, functions or JSON schemas that the chat template shows to the model: then ``step`` gets the
-    calls, [(name, arguments), ...], as its second argument; ``role`` of the observations' turns: "user", or "tool";
-    ``max_turns`` of the model: 4; and a method ``close``, called once after its rollout, also one that fails.
+    calls, [(name, arguments), ...], as its second argument. It may have ``role``, that of observations' turns ("user"
+    or "tool"); ``max_turns`` of the model (4); and ``close()``, called after its rollout, even a failed one.
     """
 
     def reset(self, problem: Problem) -> str | Messages:
         """Begin an episode; returns the prompt, the same in every call for a problem. An object may be reset again."""
 
     def step(self, text: str, *calls: list[tuple[str, dict[str, Any]]]) -> tuple[str, float, bool]:
-        """Answer a turn of the model's: text for the user's next turn, a reward, and true if the episode is over."""
+        """Answer a turn of the model; returns the text of the next turn, a reward, and true if the episode is over."""
 
 
 MakeEnvironment = Callable[[], Environment]
@@ -100,7 +100,7 @@ def open_environment(make_environment: MakeEnvironment, stack: contextlib.ExitSt
 
 
 def reset_environment(environment: Environment, problem: Problem, expected: str | Messages | None) -> str | Messages:
-    """Begin an episode; RewardError if its prompt is not the expected one, None for any."""
+    """Begin an episode and return its prompt; RewardError if that is not ``expected`` (None: any prompt)."""
     prompt = copy.deepcopy(environment.reset(problem))  # a chat may grow in the episode
     if expected not in (None, prompt):
         name = type(environment).__name__
@@ -117,7 +117,7 @@ def make_prompts(make_environment: MakeEnvironment, problems: Sequence[Problem])
 
 
 def load_class(spec: dict[str, Any] | None, switch: str) -> Callable[[], Any] | None:
-    """The class that a switch names as {"class_path": ..., "init_args": {...}}, with these arguments; None for None."""
+    """The class that a switch names as {"class_path": ..., "init_args": {...}}, with these arguments; None if unset."""
     if spec is None:
         return None
     arguments = spec.get("init_args") or {}

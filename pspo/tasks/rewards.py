@@ -1,7 +1,7 @@
 """Rewards: their base class and the built-in ones; `pspo.tasks.scoring` calls them.
 
-A reward of your own is a function or a subclass of `Reward`, named by its import path. Its parameters name what it gets
-of `all_inputs`. It returns one finite number per completion, None for "not mine". docs/guide/rewards.md has the rest.
+A reward of your own is a function or a subclass of `Reward`, named by its import path. It gets what its parameters name
+of `all_inputs`, and returns for each completion a finite number, or None to leave it out (docs/guide/rewards.md).
 """
 
 import importlib.util
@@ -21,13 +21,13 @@ WORKER_MEMORY = 4 * 2**30  # bytes of the address space of a process that compar
 
 
 class Reward(ABC):
-    """Base class of all rewards; not a dataclass: subclasses choose."""
+    """Base class of all rewards. It is no dataclass, but a subclass may be one."""
 
     compares_answers = False  # True for one that compares a completion's answer with the gold one, as accuracy does
 
     @abstractmethod
     def __call__(self, completions: list[str], *args: Any, **kwargs: Any) -> Sequence[float | None]:
-        """Return one number per completion; the parameters' names say what it is called with."""
+        """Return one number per completion; the parameters' names say which inputs are passed."""
 
     def check_problems(self, problems: Sequence[Problem]) -> None:  # noqa: B027
         """Raise RewardError if a problem cannot be scored; called before anything is trained."""
@@ -52,11 +52,11 @@ def math_reward(
 
 @dataclass(frozen=True)
 class MathReward(Reward):
-    """`math_reward` against each problem's answer: 0, 0.05 or 1."""
+    """Score by `math_reward` against each problem's answer: 0, 0.05 or 1."""
 
-    tolerance: float = 1e-6  # taken as a decimal: exactly that
-    format_bonus: float = 0.05  # of a wrong answer in the right format, in [0, 1]
-    marker: Marker = "last"  # which `####` counts of several, "last" or "first"
+    tolerance: float = 1e-6  # taken exactly, as the decimal that is written
+    format_bonus: float = 0.05  # reward of a wrong answer in the right format, in [0, 1]
+    marker: Marker = "last"  # which of several `####` counts, "last" or "first"
     compares_answers = True
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class ExactMatch(Reward):
 class SoftOverlong(Reward):
     """Punish completions that come close to the token limit: DAPO's soft overlong punishment.
 
-    With length n, an episode's with its observations, limit L = --rollout.max_completion_tokens and B = ``buffer``:
+    For length n (observations of an episode included), limit L = --rollout.max_completion_tokens and B = ``buffer``:
 
         0 if n <= L - B;  (L - B - n) / B if L - B < n <= L;  -1 if n > L      (Yu et al. 2025, 2503.14476, eq. 13)
     """
@@ -124,7 +124,7 @@ class SoftOverlong(Reward):
 
 
 def verify(completion: str, gold: str | None) -> bool | None:
-    """True if the completion's answer equals the gold one; None if there is none that math-verify can read."""
+    """True if the completion's answer equals the gold answer; None without a gold answer that math-verify can read."""
     if gold is None:
         return None
     import math_verify  # needs the extra
@@ -140,9 +140,9 @@ def verify(completion: str, gold: str | None) -> bool | None:
 class MathVerifyReward(Reward):
     """1 if math-verify (pip install 'pspo[math]') finds the completion's answer equal to the gold one, else 0.
 
-    By sympy, which a completion can make compute for ever or take all memory: it runs in processes of its own, and a
-    value that takes too long or kills its process is unknown (None). Of several `\\boxed` answers the last one counts,
-    as in MATH's own rule. None without a gold answer, or if math-verify cannot read that.
+    math-verify uses sympy, which a completion can make compute for ever or take all memory. It runs in processes of its
+    own: a comparison that takes too long or kills its process gives None, as does a gold answer that is missing or that
+    math-verify cannot read. The last of several `\\boxed` answers counts, as in MATH's own rule.
     """
 
     seconds: float = 10.0  # limit for one completion

@@ -22,8 +22,8 @@ from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import Reward
 from pspo.tasks.workers import worker_pool
 
-ATTRIBUTES = ("answer", "source", "category", "level", "solution")  # of `Problem`, that rewards may ask for by name
-LARGEST = 1e15  # of a reward: advantages are float32, whose largest number is 3.4e38, and some square rewards
+ATTRIBUTES = ("answer", "source", "category", "level", "solution")  # attributes of `Problem` that rewards may ask for
+LARGEST = 1e15  # largest reward: advantages are float32, at most 3.4e38, and some of them square rewards
 
 OnError = Literal["raise", "none"]
 Columns = dict[str, list[Any]]  # what rewards log, by name
@@ -41,24 +41,24 @@ class Scoring:
 
     @property
     def in_workers(self) -> bool:
-        """True if processes call the functions: what hangs can be killed in a process of its own only."""
+        """True if worker processes call the functions; a call that hangs can be killed only there."""
         return self.workers > 0 or self.timeout > 0
 
 
 class Result(NamedTuple):
-    """Of one call of a reward."""
+    """What one call of a reward returns and logs."""
 
     values: list[float | None]
     logged: Columns
 
 
 class Scores(NamedTuple):
-    """Rewards of n completions, NaN for none; of two functions or columns of one name the second is `name_2`."""
+    """Rewards of n completions, NaN for none; the second of two functions or columns of one name is `name_2`."""
 
     totals: list[float]  # n weighted sums
     by_function: dict[str, list[float]]  # n values of each
     logged: Columns  # n values of each, None for what a function did not log
-    failures: dict[str, Exception]  # the first of each function, under on_error "none"
+    failures: dict[str, Exception]  # each function's first error, under on_error "none"
 
 
 def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     derived: dict[str, Any] = {"prompts": [problem.prompt for problem in problems]}
     for name in dict.fromkeys(name for problem in problems for name in problem.fields):
         derived[name] = [problem.fields.get(name) for problem in problems]
-    for name in ATTRIBUTES:  # of the sources of a mixture, some have such a column
+    for name in ATTRIBUTES:  # some sources of a mixture have such a column
         values = [problem.fields.get(name) for problem in problems]
         derived[name] = [getattr(p, name) if v is None else v for p, v in zip(problems, values, strict=True)]
     derived["trainer_state"] = SimpleNamespace(global_step=inputs.get("step", 0))
@@ -75,7 +75,7 @@ def all_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """Those of `all_inputs` that a function's signature names; one that is no `Reward` gets chats, as TRL's do."""
+    """The `all_inputs` that a function's signature names; a function that is no `Reward` gets chats, as in TRL."""
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments = {name: value for name, value in inputs.items() if takes_all or name in parameters}
@@ -88,7 +88,7 @@ def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> di
 
 
 def judges(functions: Sequence[Callable[..., Any]], answer: Any) -> bool:
-    """True if a reward compares with the gold answer; a user's function that asks for it does, if it is a number."""
+    """True if a reward compares with the gold answer; a user's function does if it asks for a numeric ``answer``."""
     if any(isinstance(function, Reward) and function.compares_answers for function in functions):
         return answer is not None
     is_number = isinstance(answer, int | Fraction)
@@ -96,7 +96,7 @@ def judges(functions: Sequence[Callable[..., Any]], answer: Any) -> bool:
 
 
 def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Problem]) -> None:
-    """Raise RewardError if a reward asks for something that there is not, or cannot score these problems' answers."""
+    """Raise RewardError if a reward has a parameter that no input fills, or cannot score these problems' answers."""
     drawn = dict.fromkeys(("completion_ids", "completion_tokens", "truncated", "step", "max_completion_tokens"))
     inputs = all_inputs({"completions": [""], "problems": problems[:1]} | drawn)
     for function in functions:
@@ -116,12 +116,12 @@ def reward_name(function: Callable[..., Any]) -> str:
 
 @cache
 def async_runner() -> tuple[ThreadPoolExecutor, asyncio.Runner]:
-    """A thread, and the one event loop of this process's async rewards: a module's semaphores and clients last."""
+    """A thread and the one event loop of all async rewards, so that a module's semaphores and clients stay usable."""
     return ThreadPoolExecutor(1, "async rewards"), asyncio.Runner()
 
 
 def finite_number(value: Any, giver: str) -> float:
-    """A number, of numpy or torch too, as a float; RewardError, naming who returned it, unless it is finite."""
+    """A number, also numpy's or torch's, as a float; RewardError, naming ``giver``, unless the number is finite."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (OverflowError, RuntimeError, TypeError, ValueError):
@@ -132,15 +132,15 @@ def finite_number(value: Any, giver: str) -> float:
 
 
 def plain_value(value: Any) -> str | float | bool | None:
-    """A value that a checkpoint and a table hold; any other is its text."""
-    with contextlib.suppress(AttributeError, RuntimeError, TypeError, ValueError):  # of numpy or torch, one number
+    """A value that checkpoints and tables can hold; any other becomes its text."""
+    with contextlib.suppress(AttributeError, RuntimeError, TypeError, ValueError):  # a single number of numpy or torch
         value = value.item()
     is_plain = type(value) in (str, float, bool, type(None)) or (type(value) is int and abs(value) <= LARGEST)
     return value if is_plain else str(value)
 
 
 def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
-    """Values of n completions, and what the function logs; RewardError unless there are n finite numbers or None."""
+    """Return a function's n values and what it logs; RewardError unless n values come, each a finite number or None."""
     name = f"reward {reward_name(function)}"
     columns: Columns = {}
     loggers = {
@@ -167,7 +167,7 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
 
 
 def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result | Exception:
-    """`call_reward`; what it raises in place of its result."""
+    """Return the result of `call_reward`, or the exception that it raises."""
     try:
         return call_reward(function, arguments, n)
     except Exception as error:  # a user's code may raise anything
@@ -177,7 +177,7 @@ def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: i
 def group_values(
     function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
 ) -> tuple[Result, Exception | None]:
-    """`reward_values` by a call for each group, in worker processes if there are any."""
+    """Do what `reward_values` does by one call for each group, in worker processes if there are any."""
     calls = []
     for start in range(0, n, group_size):
         rows = slice(start, start + group_size)
@@ -203,9 +203,9 @@ def group_values(
 def reward_values(
     function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
 ) -> tuple[Result, Exception | None]:
-    """A reward of n completions, and the first error under on_error "none": a group whose call fails is unknown (NaN).
+    """Return n values, and the first error under on_error "none", where a group whose call fails is unknown (NaN).
 
-    It is called once; by workers, or once that has failed, group by group.
+    The function is called once for all groups; in workers, or after that call has failed, once for each group.
     """
     if not scoring.in_workers:
         try:
@@ -231,8 +231,8 @@ def total_rewards(
 ) -> Scores:
     """Score completions by a weighted sum of functions.
 
-    Completions of one prompt are ``group_size`` neighbours: one call of a function that may fail. Values of
-    ``environment_rewards`` are one more function's; ``inputs`` is what else functions may ask for by name.
+    Each ``group_size`` neighbouring completions are of one prompt: a function that fails, fails for a whole group.
+    ``environment_rewards`` count as one more function; ``inputs`` are more inputs that functions may ask for by name.
     """
     inputs = all_inputs({"completions": completions, "problems": problems} | inputs)
     weights = list(scoring.weights or [1.0] * len(scoring.functions))
@@ -259,7 +259,7 @@ def total_rewards(
 
 
 def show_failures(failures: dict[str, Exception], shown: dict[str, str]) -> None:
-    """Show failures of rewards that are not in ``shown`` on stderr; ``shown`` gets each in one line."""
+    """Print the failures of rewards that are not in ``shown`` yet to stderr, and add each to ``shown`` in one line."""
     for name, error in failures.items():
         if name not in shown:
             shown[name] = traceback.format_exception_only(error)[-1].strip()

@@ -1,7 +1,7 @@
 """Worker processes with limits on time and memory.
 
-By hand: neither `multiprocessing.Pool` nor `concurrent.futures` kills the one process whose call hangs, limits its
-memory, or starts processes without the trainer's memory and ``__main__``.
+They are written by hand, because neither `multiprocessing.Pool` nor `concurrent.futures` kills the one process whose
+call hangs, limits its memory, or starts processes without the trainer's memory and ``__main__``.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from pspo.signals import end_with_parent, replace_handlers
 
 
 def start_python(module: str, *arguments: int, **variables: str) -> tuple[subprocess.Popen, Connection]:
-    """Start a process that calls ``serve(connection, *arguments)`` of a module; returns it and our connection to it."""
+    """Start a process that calls ``serve(connection, *arguments)`` of a module; returns process and connection."""
     parent_end, child_end = Pipe()
     call = f"run_process({module!r}, {child_end.fileno()}, {arguments})"
     python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -46,7 +46,7 @@ def run_process(module: str, descriptor: int, arguments: tuple[int, ...]) -> Non
 
 
 class WorkerPool:
-    """Python processes, each with a thread that waits for it; of up to ``memory`` bytes, unless that is 0."""
+    """Python processes of up to ``memory`` bytes (0: no limit), each with a thread that waits for its results."""
 
     def __init__(self, number: int, memory: int = 0) -> None:
         self.memory = memory
@@ -54,7 +54,7 @@ class WorkerPool:
         self.by_thread: dict[int, tuple[subprocess.Popen, Connection]] = {}
 
     def map(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:
-        """Results of ``function(*call)``, in order, or its WorkerError, or TimeoutError if ``timeout`` is not 0."""
+        """Return each call's result, in order, or WorkerError, or TimeoutError after ``timeout`` seconds (0: never)."""
         try:
             return list(self.threads.map(lambda call: self.call(function, call, timeout), calls))
         except BaseException:  # the threads would wait for their calls
@@ -80,14 +80,14 @@ class WorkerPool:
         return TimeoutError(f"took longer than {timeout:g} seconds")
 
 
-worker_pool = cache(WorkerPool)  # one for a number and memory
+worker_pool = cache(WorkerPool)  # one pool for each number and memory
 
 
 def serve(connection: Connection, memory: int) -> None:
     """Answer calls until the other end is closed."""
     if memory:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    with contextlib.suppress(OSError):  # of `send`: the trainer is gone
+    with contextlib.suppress(OSError):  # `send` raises once the trainer is gone
         while True:
             try:
                 function, arguments = connection.recv()  # imports the function's module
