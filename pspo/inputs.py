@@ -21,7 +21,7 @@ class Inputs(NamedTuple):
     calls: CallReader | None
 
     def in_episodes(self, sampler: Sampler, policy: PreTrainedModel) -> Sampler:
-        """The sampler, or what plays the environment's episodes by it."""
+        """The sampler, or with an environment a sampler that plays its episodes by the given one."""
         if self.make_environment is None:
             return sampler
         return EnvironmentSampler(sampler, self.make_environment, self.tokenizer, policy.config, self.calls)
@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
 def load_inputs(
     config: TrainConfig | EvaluateConfig, section: RolloutConfig | EvalConfig, limits: dict[str, int | None]
 ) -> Inputs:
-    """Load the problems of these splits, at most so many of each; ValueError for what does not fit."""
+    """Load tokenizer, environment and the prompts of splits, ``limits`` of each; ValueError for unfit inputs."""
     tokenizer = load_tokenizer(config.model, config.data)
     token_ids(tokenizer, section.stop_tokens or (), f"{section.section}stop_tokens")
     make_environment = load_class(section.environment, f"{section.section}environment")

@@ -1,4 +1,4 @@
-"""Text environments: episodes of several turns. Their protocol is in `pspo.tasks.problem`."""
+"""Text environments: episodes of several turns. `pspo.tasks.problem` defines the protocol of an environment."""
 
 from pspo.environments.episodes import EnvironmentSampler, transcripts
 from pspo.environments.tools import CallReader, check_calls

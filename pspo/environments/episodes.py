@@ -3,7 +3,7 @@
     prompt, turn of the model, observation, turn of the model, observation, ..., turn of the model
 
 An episode is one row of a rollout. Everything after the prompt is its completion, and `Rollout.loss_mask` leaves the
-observations out of the loss. Token ids go in and out: what the model drew is never encoded again.
+observations out of the loss. Turns are kept as token ids: what the model drew is never encoded again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pspo.tasks import Problem
 from pspo.tasks.problem import Environment, MakeEnvironment, open_environment, reset_environment
 from pspo.tasks.scoring import finite_number
 
-MAX_TURNS = 4  # of the model, unless the environment has an attribute max_turns
+MAX_TURNS = 4  # turns of the model, unless the environment has an attribute max_turns
 
 
 @dataclass
@@ -36,11 +36,11 @@ class Episode:
     problem: Problem
     prompt_ids: list[int]
     ids: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)  # by token: drawn by the model, not observed
-    n_turns: int = 0  # of the model
+    sampled: list[bool] = field(default_factory=list)  # by token: True if the model drew it, False in observations
+    n_turns: int = 0  # turns of the model
     text: str = ""  # the model's last turn
     reward: float = 0.0
-    terminated: bool = False  # by the environment, within the limits
+    terminated: bool = False  # True if the environment ended it within the limits
 
     def extend(self, ids: list[int], sampled: bool) -> None:
         self.ids += ids
@@ -49,16 +49,16 @@ class Episode:
 
 @dataclass(frozen=True)
 class EnvironmentSampler:
-    """Plays episodes, truncated at ``max_completion_tokens``, observations included, or at ``max_turns``."""
+    """Plays episodes, cut at ``max_completion_tokens`` (observations count) or at the environment's ``max_turns``."""
 
     turns: Sampler
     make_environment: MakeEnvironment
     tokenizer: PreTrainedTokenizerBase
     model_config: PretrainedConfig
-    calls: CallReader | None = None  # of the environment's tools, if it has any
+    calls: CallReader | None = None  # reads calls of the environment's tools, if it has any
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
-        """Play ``group_size`` episodes of each problem, turn by turn; `Environment.reset` gave the encoded prompts."""
+        """Play ``group_size`` episodes of each problem, turn by turn; ``prompts`` come from `Environment.reset`."""
         limit = how.sampling.max_completion_tokens
         with contextlib.ExitStack() as stack:
             episodes = []
@@ -78,7 +78,7 @@ class EnvironmentSampler:
         return episodes_to_rollout(episodes, how.sampling.pad_id)
 
     def play_turn(self, episode: Episode, turns: Rollout, row: int, limit: int) -> bool:
-        """Append a row of the turns drawn, and the observation; returns whether the model is to answer that."""
+        """Append a row of the turns drawn, and the observation; returns True if the model has another turn."""
         environment = episode.environment
         after = self.append_turn(episode, turns, row, limit)
         observation, is_done = self.step(episode)
@@ -93,11 +93,11 @@ class EnvironmentSampler:
         return True
 
     def append_turn(self, episode: Episode, turns: Rollout, row: int, limit: int) -> int | None:
-        """Append a row of the turns drawn, cut at the limit; returns the token that ended it, None if none did."""
+        """Append a row of the turns, cut at the limit; returns the token that ended the turn, None if none did."""
         ids = turns.completion_ids[row][turns.completion_mask[row]].tolist()
         room = limit - len(episode.ids)
         episode.text = turns.texts[row]
-        if len(ids) > room:  # another row had more
+        if len(ids) > room:  # the turns were drawn with another row's larger room
             context = [episode.prompt_ids + episode.ids]
             (episode.text,) = completion_texts(self.tokenizer, context, [ids[:room]], stop_ids=())
         episode.extend(ids[:room], sampled=True)
@@ -105,7 +105,7 @@ class EnvironmentSampler:
         return ids[-1] if turns.terminated[row] and len(ids) <= room else None
 
     def step(self, episode: Episode) -> tuple[str, bool]:
-        """The environment's observation of the last turn, whose reward is added, and whether the episode is over."""
+        """Step the environment and add its reward; returns the observation, and True if the episode is over."""
         environment = episode.environment
         calls = [] if self.calls is None else [self.calls.read(episode.text)]
         observation, reward, is_done = environment.step(episode.text, *calls)
@@ -114,7 +114,7 @@ class EnvironmentSampler:
 
 
 def text_after_turn(tokenizer: PreTrainedTokenizerBase, text: str, role: str, tools: list[Any] | None) -> str:
-    """What the template writes behind a turn of the model, if the text as the role's turn follows."""
+    """What the template writes behind a turn of the model if a turn of ``role`` with ``text`` follows."""
     asked = {"role": "user", "content": "-"}
     turn = {"role": role, "content": text}
     try:
@@ -123,7 +123,7 @@ def text_after_turn(tokenizer: PreTrainedTokenizerBase, text: str, role: str, to
     except ValueError:
         if role != "tool":
             raise
-    call = tool_call("a_tool", {"an_argument": WORDS})  # before a tool's turn, as some templates demand
+    call = tool_call("a_tool", {"an_argument": WORDS})  # some templates demand a call before a tool's turn
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
     turn |= {"name": "a_tool", "tool_call_id": CALL_ID}
     (rendered,) = render_prompts(tokenizer, [[asked, calling, turn]], "", tools)
@@ -133,18 +133,18 @@ def text_after_turn(tokenizer: PreTrainedTokenizerBase, text: str, role: str, to
 def observation_ids(
     tokenizer: PreTrainedTokenizerBase, text: str, after: int, role: str = "user", tools: list[Any] | None = None
 ) -> list[int]:
-    """Encode the text as the role's turn between two of the model.
+    """Encode the text as a turn of ``role`` between two turns of the model.
 
-    If the model's last token, ``after``, is the end token of its turn, the template's copy of it is dropped.
+    If ``after``, the model's last token, is its turn's end token, the template's copy of that token is dropped.
     """
-    start = text_after_turn(tokenizer, "@@", role, tools).partition("@@")[0]  # which also stands for itself in JSON
+    start = text_after_turn(tokenizer, "@@", role, tools).partition("@@")[0]  # JSON leaves @@ as it is
     before, ids = encode(tokenizer, [start, text_after_turn(tokenizer, text, role, tools)])
     is_end_token = after in before and after in tokenizer.added_tokens_decoder
     return ids[ids.index(after) + 1 :] if is_end_token else ids
 
 
 def episodes_to_rollout(episodes: list[Episode], pad_id: int) -> Rollout:
-    """A row for each episode."""
+    """A rollout with a row for each episode."""
     prompt_ids, prompt_mask = left_pad([episode.prompt_ids for episode in episodes], pad_id)
     ids = [torch.tensor(episode.ids) for episode in episodes]
     sampled = [torch.tensor(episode.sampled, dtype=torch.int64) for episode in episodes]
@@ -162,7 +162,7 @@ def episodes_to_rollout(episodes: list[Episode], pad_id: int) -> Rollout:
 
 
 def transcripts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> list[str]:
-    """The completions as texts; episodes whole, with the tokens between the turns."""
+    """The completions as texts; those of episodes hold all turns and the tokens between them."""
     if rollout.sampled_mask is None:
         return rollout.texts
     pairs = zip(rollout.completion_ids, rollout.completion_mask, strict=True)

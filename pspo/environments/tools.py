@@ -5,8 +5,8 @@
     tagged     <tool_call><function=f><parameter=a>1</parameter> ...            Qwen3-Coder, GLM 4.5, Nemotron 3
     pythonic   [f(a=1, b='x'), g()]                                             Llama 4, LFM2, Gemma
 
-`call_reader` chooses what reads a known call back: the tokenizer's response template, and one of these forms.
-`check_calls` refuses tokenizers without either. Reading takes time linear in the text and raises nothing.
+`call_reader` chooses what reads a known call back: the tokenizer's response template, or else one of these forms.
+`check_calls` refuses a tokenizer if neither does. Reading takes time linear in the text and raises nothing.
 """
 
 import ast
@@ -29,17 +29,17 @@ from pspo.tasks.problem import MakeEnvironment, open_environment
 Call = tuple[str, dict[str, Any]]  # a tool's name, and its arguments
 Schemas = dict[str, dict[str, Any]]  # JSON schemas of arguments, by tool and argument
 CALL_ID = "call00000"  # nine letters and digits, as Mistral's templates demand
-MAX_CALLS = 100  # in a turn: each that is refused costs a pass over the turn
-SEPARATOR = re.compile(r"[\s;,]*+")  # of JSON objects, such as Llama 3's calls
+MAX_CALLS = 100  # read in a turn: each head that is refused costs a pass over the turn
+SEPARATOR = re.compile(r"[\s;,]*+")  # between JSON objects, such as Llama 3's calls
 TOOL = r"\s*+(?P<tool>[\w.:/-]{1,200}+)"
 KEY = r"(?P<key>[\w.-]{1,200}+)"
 PARAMETER = rf"\s*+(?:<parameter={KEY}>\n?(?P<value>.*?)\n?</parameter>|(?P<close></function>))"
 ARG_KEY = rf"\s*+(?:<arg_key>{KEY}</arg_key>\s*+<arg_value>(?P<value>.*?)</arg_value>|(?P<close></tool_call>))"
-WORDS = "\ufdd2"  # of the model; also itself in JSON
+WORDS = "\ufdd2"  # stands for words of the model; JSON leaves it as it is
 PROBE = ("a_tool", {"an_argument": "a_value", "another_one": "other_value"})
 JSON_WORDS = {"true": True, "false": False, "null": None}
 UNREADABLE = (ValueError, LookupError, SyntaxError, AttributeError, TypeError, RecursionError, MemoryError)
-FAMILIES = {  # by what their templates write
+FAMILIES = {  # model families by a mark in their chat templates
     "<|channel|>": "gpt-oss", "<|tool_call>": "Gemma 4", "<start_function_call>": "FunctionGemma",
     "<|tool_calls_section_begin|>": "Kimi K2", "｜DSML｜": "DeepSeek V3.2", "<｜tool▁call▁begin｜>": "DeepSeek V3",
     "[TOOL_CALLS]": "Mistral", "<parameter=": "Qwen3-Coder", "<arg_key>": "GLM 4.5", "<|tool_call|>": "Phi-4",
@@ -48,14 +48,14 @@ FAMILIES = {  # by what their templates write
 
 
 class JsonWords(ast.NodeTransformer):
-    """JSON's words as constants, for `ast.literal_eval`, which evaluates no other names."""
+    """Turn JSON's words into constants for `ast.literal_eval`, which evaluates no names."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(JSON_WORDS[node.id]) if node.id in JSON_WORDS else node
 
 
 def read_json(text: str, start: int) -> tuple[list[Any], int]:
-    """The JSON values that begin here, those of a list one by one; and where the last one ends."""
+    """The JSON values from ``start`` on, a list's one by one, and the place where the last one ends."""
     values = []
     with contextlib.suppress(ValueError, RecursionError):
         while True:
@@ -65,7 +65,7 @@ def read_json(text: str, start: int) -> tuple[list[Any], int]:
 
 
 def read_objects(head: re.Match, schemas: Schemas) -> tuple[list[Any], int]:
-    """Calls as JSON objects; or, behind a head with the tool's name, arguments as one."""
+    """Read calls as JSON objects; behind a head with the tool's name, read one object as its arguments."""
     values, end = read_json(head.string, head.end())
     if "tool" in head.re.groupindex:
         values = [{"name": head["tool"], "arguments": value} for value in values[:1]]
@@ -73,7 +73,7 @@ def read_objects(head: re.Match, schemas: Schemas) -> tuple[list[Any], int]:
 
 
 def read_tagged(argument: str, head: re.Match, schemas: Schemas) -> tuple[list[Any], int]:
-    """Arguments between tags: texts where their schema has texts, else literals if they are."""
+    """Read arguments between tags: as texts where their schema takes texts, else as literals if they are literals."""
     end = head.end()
     arguments = {}
     while (match := re.compile(argument, re.DOTALL).match(head.string, end)) is not None:
@@ -89,12 +89,12 @@ def read_tagged(argument: str, head: re.Match, schemas: Schemas) -> tuple[list[A
 
 
 def read_pythonic(head: re.Match, schemas: Schemas) -> tuple[list[Any], int]:
-    """A list of Python's calls with keyword arguments, up to the last bracket of the text."""
+    """Read a list of calls in Python, with keyword arguments, up to the last bracket of the text."""
     text = head.string
     source = text[head.start() : text.rfind("]") + 1]
     nodes = []
     for written in (source, source.replace("\n", "\\n")):  # some templates write line breaks of texts as they are
-        with warnings.catch_warnings(action="ignore"), contextlib.suppress(*UNREADABLE):  # of unknown escapes
+        with warnings.catch_warnings(action="ignore"), contextlib.suppress(*UNREADABLE):  # warnings of unknown escapes
             nodes = nodes or ast.parse(written, mode="eval").body.elts
     calls = []
     for node in nodes:
@@ -108,12 +108,12 @@ def read_pythonic(head: re.Match, schemas: Schemas) -> tuple[list[Any], int]:
 class Form(NamedTuple):
     """How chat templates write calls."""
 
-    head: str  # pattern of what stands before a call, or before its arguments if it has the tool's name
+    head: str  # pattern of what stands before a call, or before its arguments if the head has the tool's name
     read: Callable[[re.Match, Schemas], tuple[list[Any], int]]  # calls behind a head, as objects, and where they end
-    key: str = "arguments"  # of the arguments in these objects
+    key: str = "arguments"  # key of the arguments in these objects
 
 
-FORMS = (  # and objects, before which stands what a template has there
+FORMS = (  # `call_reader` adds objects behind whatever the template writes before them
     Form(rf"\[TOOL_CALLS\]{TOOL}(?:\[CALL_ID\]\w++)?\[ARGS\]", read_objects),
     Form(rf"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?{TOOL}(?:\s*+```json|<｜tool▁sep｜>)", read_objects),
     Form(rf"<function={TOOL}>", partial(read_tagged, PARAMETER)),
@@ -123,7 +123,7 @@ FORMS = (  # and objects, before which stands what a template has there
 
 
 def read_calls(text: str, form: Form, schemas: Schemas) -> list[Call]:
-    """The calls of a form in a text."""
+    """The calls that a text holds in a form."""
     calls = []
     end = 0
     for _ in range(MAX_CALLS):
@@ -136,7 +136,7 @@ def read_calls(text: str, form: Form, schemas: Schemas) -> list[Call]:
 
 
 def object_calls(value: Any, key: str) -> list[Call]:
-    """The call, if there is one, in an object or in its "function"; arguments may be a text that is JSON."""
+    """The call in an object or in its "function", as a list, empty without one; arguments may be JSON in a text."""
     value = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(value, dict):
         return []
@@ -151,15 +151,15 @@ def object_calls(value: Any, key: str) -> list[Call]:
 class CallReader:
     """Reads the calls in turns of the model."""
 
-    schemas: Schemas  # of the tools' arguments
-    form: Form | None  # of the chat template
-    parse_response: Callable[[str], dict[str, Any]] | None  # asked first: by the tokenizer's response template
+    schemas: Schemas  # the tools' arguments
+    form: Form | None  # the chat template's
+    parse_response: Callable[[str], dict[str, Any]] | None  # the tokenizer's response template, tried first
 
     def read(self, text: str) -> list[Call]:
-        """The calls in a turn, after its thoughts; what is no call is skipped."""
+        """The calls in a turn behind its thoughts; anything that is no call is skipped."""
         text = after_thoughts(text)
         if self.parse_response is not None:
-            with contextlib.suppress(*UNREADABLE):  # it refuses a turn with one bad call
+            with contextlib.suppress(*UNREADABLE):  # a response template refuses a turn with one bad call
                 calls = self.parse_response(text).get("tool_calls") or []
                 return [call for each in calls for call in object_calls(each, "arguments")]
         return [] if self.form is None else read_calls(text, self.form, self.schemas)
@@ -187,7 +187,7 @@ def tool_call(name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
 
 def write_calls(tokenizer: PreTrainedTokenizerBase, calls: list[Call]) -> str:
     """What the chat template writes for a turn with these calls; ValueError if it writes none."""
-    template = tokenizer.get_chat_template(tools=[])  # of several, the one for tools
+    template = tokenizer.get_chat_template(tools=[])  # the one for tools, if there are several
     first_error = None
     for content, is_text in itertools.product(("", None), (False, True)):  # DeepSeek V3's takes arguments as JSON
         turns = [tool_call(name, json.dumps(arguments) if is_text else arguments) for name, arguments in calls]
@@ -205,7 +205,7 @@ def write_calls(tokenizer: PreTrainedTokenizerBase, calls: list[Call]) -> str:
 
 
 def call_reader(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) -> CallReader:
-    """The reader of calls as the tokenizer's chat template writes them; it reads none if that form is not known."""
+    """The reader of calls as the tokenizer's chat template writes them; it reads none if it does not know the form."""
     try:
         written = write_calls(tokenizer, [PROBE])
     except Exception:  # a template is a program that comes with the model
@@ -220,7 +220,7 @@ def call_reader(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) -> CallRea
 
 
 def check_calls(tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnvironment) -> CallReader | None:
-    """The reader of calls of the environment's tools, if any; ValueError unless it reads what the template writes."""
+    """The reader of calls of the environment's tools, if any; ValueError if it cannot read what the template writes."""
     with contextlib.ExitStack() as stack:
         environment = open_environment(make_environment, stack)
         if not hasattr(environment, "tools"):
@@ -238,7 +238,7 @@ def check_calls(tokenizer: PreTrainedTokenizerBase, make_environment: MakeEnviro
             is_read = reader.read(text) == several
         except Exception as error:  # a template is a program that comes with the model
             reason = f"it fails: {error}"
-            is_read = len(several) > 1  # Llama 3.1's allows one call
+            is_read = len(several) > 1  # Llama 3.1's template allows one call
         if not is_read:
             template = str(tokenizer.get_chat_template(tools=[]))
             family = next((f" ({family}'s)" for mark, family in FAMILIES.items() if mark in template), "")

@@ -1,7 +1,7 @@
 """Evaluate a model: ``python -m pspo.evaluate --model.name_or_path M --data.name gsm8k --data.limit 500``.
 
-Writes a new folder once all is drawn: ``results.json``, by temperature what `Evaluation.results` of
-`pspo.evaluate.evaluation` describes, ``completions.jsonl``, ``config.yaml`` and ``environment.json``.
+Writes a new folder once all is drawn: ``results.json``, with `Evaluation.results` of `pspo.evaluate.evaluation` for
+each temperature, ``completions.jsonl``, ``config.yaml`` and ``environment.json``.
 """
 
 import sys
@@ -27,7 +27,7 @@ from pspo.signals import StopSignals
 
 
 def load_evaluation(config: EvaluateConfig, signals: StopSignals) -> tuple[Sampler, How, Prompts]:
-    """Load problems and model; raises ValueError for what does not fit the configuration."""
+    """Load problems and model; raises ValueError if they do not fit the configuration."""
     inputs = load_inputs(config, config.eval, {config.eval.split: None})
     prompts = inputs.prompts[config.eval.split]
     policy = load_policy(config.model, dist.local_device())
@@ -46,7 +46,7 @@ def load_evaluation(config: EvaluateConfig, signals: StopSignals) -> tuple[Sampl
 
 
 def check_folder(output: Path) -> None:
-    """Make the parent of a new folder."""
+    """Make the parent of a new folder; ValueError if the folder exists."""
     if output.exists():
         raise ValueError(f"--run.output_dir {output} is there already: choose a new folder")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -59,13 +59,13 @@ def render(results: dict[str, Any]) -> str:
         samples = f", {numbers['samples']} samples" if numbers["samples"] > 1 else ""
         cells = {}
         for name, number in read_numbers(numbers).items():
-            if name not in ("samples", "pass@1", "maj@1"):  # @1: accuracy
+            if name not in ("samples", "pass@1", "maj@1"):  # pass@1 and maj@1 are the accuracy
                 cells[measure_name(name)] = as_text(name, number)
         columns[f"T = {temperature}{samples}"] = cells
         measure = "accuracy" if "accuracy" in numbers else "mean_reward"
         for attribute, groups in numbers["breakdown"].items():
             for kind, group in groups.items():
-                if number := read_numbers(group).get(measure):  # otherwise no reward is known of it
+                if number := read_numbers(group).get(measure):  # otherwise the group has no known reward
                     name = f"{measure_name(measure)}, {attribute} {kind or '-'} ({group['n']:,})"
                     cells[name] = as_text(measure, number)
     title = f"{results['model']} on {results['n']:,} problems of {results['data']} {results['split']}"
@@ -73,7 +73,7 @@ def render(results: dict[str, Any]) -> str:
 
 
 def write_results(output: Path, config: EvaluateConfig, settings: Settings, results: dict[str, Evaluation]) -> None:
-    """Write the folder, and print the results, which are by temperature."""
+    """Write the folder and print the results; ``results`` are by temperature."""
     model = Path(config.model.name_or_path)
     steps = ((model / "validation.json", "step"), (model.parent / "summary.json", "optimizer_steps"))  # if a run's
     record = {

@@ -1,4 +1,4 @@
-"""Evaluate a model on problems: the validation of a run, its test before and after, and `pspo.evaluate`."""
+"""Evaluate a model on problems: for a run's validation, its tests before and after training, and `pspo.evaluate`."""
 
 import math
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: chunks of evaluations with
 def chunks(
     lengths: Sequence[int], samples: int, max_completion_tokens: int, max_tokens: int, max_rows: float = math.inf
 ) -> list[list[int]]:
-    """Problems of similar length to decode together: rows x (longest prompt + max_completion_tokens) <= max_tokens,
-    and rows <= max_rows. A single problem's samples are drawn whatever their number and length.
+    """Split problems into chunks of similar length, by index, to decode together: rows <= max_rows and rows x (longest
+    prompt + max_completion_tokens) <= max_tokens. A chunk of one problem may exceed both limits.
     """
     parts: list[list[int]] = [[]]
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
@@ -39,9 +39,9 @@ def chunks(
 def complete(
     sampler: Sampler, how: How, prompts: Prompts, indices: list[int], samples: int, reward: RewardConfig, step: int
 ) -> tuple[list[Record], dict[str, Exception]]:
-    """Draw and score samples of some problems, one record each; answers are compared if a reward `judges` them.
+    """Draw and score samples of some problems; returns a record of each sample, and each reward's first failure.
 
-    Returns the first failures of reward functions, too.
+    Answers are compared with the gold answer if a reward `judges` them.
     """
     with dist.unsharded(how.model):
         rollout = sampler.draw(prompts.take(indices), samples, how)
@@ -72,14 +72,14 @@ def complete(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The completions of problems, ``samples`` of each: records of `complete`, in order."""
+    """An evaluation on problems: ``samples`` completions of each, as records of `complete`, in order."""
 
     problems: Sequence[Problem]
     samples: int
     completions: list[Record] = field(repr=False)
 
     def means(self) -> dict[str, float]:
-        """Every measure's mean over the problems, of those that have one."""
+        """Every measure's mean over the problems that have a value."""
         means = {name: by_problem(values) for name, values in measures(self.completions, self.samples).items()}
         return {name: float(values.mean()) for name, values in means.items() if len(values)}
 
@@ -88,7 +88,7 @@ class Evaluation:
         return {"n": len(self.problems)} | flat(estimates(measures(self.completions, self.samples)))
 
     def results(self) -> Record:
-        """The numbers as in ``results.json``, as far as known, and a breakdown by source, category and level."""
+        """The numbers as in ``results.json``, without unknown ones, and a breakdown by source, category and level."""
         values = measures(self.completions, self.samples)
         breakdown: dict[str, Record] = {}
         for attribute in ("source", "category", "level"):
@@ -120,7 +120,7 @@ def evaluate(
 ) -> Evaluation | None:
     """Evaluate on every problem, drawing ``samples`` completions of each; rank 0 alone gets the evaluation.
 
-    The random numbers depend on the seed alone, not on what was drawn before, and torch's generators are restored.
+    The random numbers depend on the seed alone, not on earlier draws; torch's generators are restored afterwards.
     """
     shown_failures = {} if shown_failures is None else shown_failures
     lengths = [len(ids) for ids in prompts.ids]
@@ -132,7 +132,7 @@ def evaluate(
     with torch.random.fork_rng(devices), progress:
         for first in range(0, len(parts), dist.world_size()):  # ranks take turns
             together = parts[first : first + dist.world_size()]
-            number = first + min(dist.rank(), len(together) - 1)  # spare ranks repeat the last: all gather weights
+            number = first + min(dist.rank(), len(together) - 1)  # spare ranks repeat the last: all must gather weights
             with fail_together():
                 torch.manual_seed((seed + SEED_STEP * number) % 2**32)  # torch's CPU generator takes 32 bits
                 records, failures = complete(sampler, how, prompts, parts[number], samples, reward, step)

@@ -1,4 +1,4 @@
-"""Statistics of completions: means with 95% intervals, pass@k and maj@k; how files hold them, and tables show them."""
+"""Statistics of completions: means with 95% intervals, pass@k and maj@k, and their form in files and tables."""
 
 import math
 from collections import Counter
@@ -10,7 +10,7 @@ import numpy as np
 from pspo.tasks import extract_answer, extract_text
 from pspo.terminal import one_line
 
-# By measure, the field of records that it is of: estimates with intervals, and means.
+# The field of records that each measure averages: `ESTIMATES` have intervals, `MEANS` have none.
 ESTIMATES = {"accuracy": "correct", "gold_anywhere": "contains_gold", "mean_reward": "reward"}
 MEANS = {"format_share": "format", "truncated_share": "truncated", "completion_tokens": "tokens"}
 
@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 
 class Number(NamedTuple):
-    """A measure's mean over problems, its 95% interval where it has one, and how many values were unknown."""
+    """A measure's mean over problems, its 95% interval if it has one, and the number of unknown values."""
 
     value: float
     ci95: Sequence[float] | None = None
@@ -55,7 +55,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def majority(records: Sequence[Record]) -> float:
-    """1 if the most frequent answer to a problem is correct, else 0; of tied answers the share that is.
+    """1 if the most frequent answer to a problem is correct, else 0; if answers tie, the share of correct ones.
 
     Correct answers vote together, wrong ones by their exact value; a completion without an answer does not vote.
     """
@@ -67,12 +67,12 @@ def majority(records: Sequence[Record]) -> float:
 
 
 def by_problem(values: np.ndarray) -> np.ndarray:
-    """Means (m,) over the samples of values (n, samples); NaN, and problems with nothing else, are left out."""
+    """Means (m,) over the samples of values (n, samples), without NaN and without problems that have only NaN."""
     return np.nanmean(values[~np.isnan(values).all(axis=1)], axis=1)
 
 
 def estimates(values: dict[str, np.ndarray]) -> dict[str, Number]:
-    """The numbers of those measures (n, samples) that have values; of `MEANS` the mean alone."""
+    """Numbers of the measures (n, samples) that have values; those in `MEANS` get no interval."""
     numbers = {}
     for name, measure in values.items():
         means = by_problem(measure)
@@ -86,7 +86,7 @@ def estimates(values: dict[str, np.ndarray]) -> dict[str, Number]:
 def interval(values: np.ndarray) -> tuple[float, float] | None:
     """The 95% interval of the mean of values (n,), one per problem; None if n is 1.
 
-    Wilson's (1927) if all are 0 or 1, else a percentile bootstrap's: the problems are resampled 10,000 times.
+    It is Wilson's (1927) if all values are 0 or 1, else a percentile bootstrap's with 10,000 resamples of the problems.
     """
     from scipy.stats import binomtest, bootstrap  # slow to import
 
@@ -127,7 +127,7 @@ def flat_name(name: str, part: str) -> str:
 
 
 def read_numbers(record: Record) -> dict[str, Number]:
-    """The numbers of a record of either form, by measure."""
+    """The numbers, by measure, of a record in the form of ``results.json`` or ``summary.json``."""
     numbers = {}
     for name, parts in record.items():
         if not isinstance(parts, dict):
@@ -138,7 +138,7 @@ def read_numbers(record: Record) -> dict[str, Number]:
 
 
 def table(corner: str, columns: Any) -> str:
-    """Texts by column and row, or a data frame, as an aligned table; "-" where a column has none."""
+    """Align texts by column and row, or a data frame, as a table; "-" where a column has no text."""
     import pandas as pd  # slow to import
 
     texts = pd.DataFrame(columns).fillna("-").rename(index=one_line, columns=one_line)
