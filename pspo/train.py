@@ -69,7 +69,7 @@ class TrainModule(ModuleType):
             model: embedded model ("tiny-base" unless given), local folder or hub id.
             data: a data set's name ("arithmetic" unless given); or problems: dicts with ``prompt``, ``answer`` and
                 fields of your own, `Problem`, or a `datasets.Dataset`; or {"train": problems, "validation": ...,
-                "test": ...}. If only training problems are given, 50 or more, a fifth is tested before and after.
+                "test": ...}. If only training problems are given, 50 or more, a fifth of them is held out for tests.
             reward: a reward function, a `Reward` or a name, or a list of them.
             algorithm: a surrogate, by name or as an instance.
             config: a YAML file or a method ("grpo", "ppo", "dr-grpo", "dapo", "rloo", "decoupled"),

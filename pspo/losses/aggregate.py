@@ -1,13 +1,13 @@
-"""From per-token losses to the one number that is differentiated.
+"""Aggregate per-token losses into the one number that is differentiated.
 
-Denominators are counts of the whole optimizer minibatch, so that its loss is the sum of its microbatches' however it
-is split. With the mask m and the per-token loss l of rows i and tokens t:
+Denominators are counts of the whole optimizer minibatch: its loss is the sum of its microbatches' losses, however the
+minibatch is split. With the mask m and the per-token loss l of rows i and tokens t:
 
 * ``dapo`` (Yu et al. 2025): sum(m l) / counts.tokens
 * ``grpo`` (Shao et al. 2024): sum_i [sum_t(m l) / max(sum_t m, 1)] / counts.sequences
 * ``dr_grpo`` (Liu et al. 2025): sum(m l) / (counts.sequences * counts.max_completion_tokens)
-* a function of your own: sum(m l / d), d = function(mask, counts), (B,) or (B, T) above 0. What it makes of a row must
-  depend on that row and the counts alone: then no split changes the loss.
+* a function of your own: sum(m l / d) with d = function(mask, counts), (B,) or (B, T), above 0. The d of a row must
+  depend on that row and the counts alone, so that no split changes the loss.
 
 A minibatch without a single unmasked token has loss 0.
 """
@@ -29,12 +29,12 @@ class Counts:
     """Size of one optimizer minibatch, over all its microbatches and ranks."""
 
     tokens: int  # unmasked completion tokens
-    sequences: int  # rows, those that contribute nothing included
+    sequences: int  # rows, including rows that contribute nothing
     max_completion_tokens: int  # the configured limit (not the longest completion seen)
 
 
 def own_divisors(function: Callable[[Tensor, Counts], Tensor], mask: Tensor, counts: Counts) -> Tensor:
-    """Divisors (B, 1) or (B, T) by a function of one's own, checked."""
+    """Divisors (B, 1) or (B, T) from a user's function; raises SurrogateError unless they are above 0."""
     name = f"--algorithm.aggregation {function_name(function)}"
     divisors = as_rows(function(mask, counts), mask, name, fill=1.0)
     check_values(divisors, divisors > 0, name, "above 0")

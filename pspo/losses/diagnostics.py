@@ -1,18 +1,18 @@
 """Statistics of one optimizer step, the same for every surrogate.
 
-They follow from the weight w = dL/dlogprob of the per-token loss: w is 0 if the surrogate ignores a token, and
-|w / (A r)| is its slope relative to NoClip's: 1 - alpha for PSPO, 1 or 0 for Clip.
+The weight w = dL/dlogprob of the per-token loss is 0 if the surrogate ignores a token. |w / (A r)| is the surrogate's
+slope relative to NoClip's: 1 - alpha for PSPO, 1 or 0 for Clip.
 
 * ``ratio_...``: mean, min, max and percentiles of r = exp(logprob - old)
 * ``ess``: effective sample size (sum r)^2 / (N sum r^2), in (0, 1]
-* ``ess_sequence``: the same of the n sequences' ratios, each the product over its tokens
+* ``ess_sequence``: the same for the n sequences' ratios, each the product of its tokens' ratios
 * ``kl_old_new``: KL(old || new) in nats, the mean of r - 1 - log r
 * ``tv``: total variation between old and new, the mean of |r - 1| / 2
-* ``tv_smoothed``: the same, |r - 1| times |w / (A r)|; PSPO's is (1 - alpha) ``tv`` (paper, Lemma 2.1). It may be huge
-  for losses whose slope has no bound where r is small: REINFORCE's is 1 / r
-* ``zero_weight_share``: share of the tokens whose weight is 0; ``..._positive`` and ``..._negative`` of
-  those with A > 0 and A < 0
-* ``clamped_share``: share whose log-ratio is beyond the clamp of +-20
+* ``tv_smoothed``: the mean of |w / (A r)| |r - 1| / 2; for PSPO (1 - alpha) ``tv`` (paper, Lemma 2.1). It may be
+  huge for losses whose slope has no bound where r is small: REINFORCE's slope is 1 / r
+* ``zero_weight_share``: share of the tokens whose weight is 0; ``..._positive`` and ``..._negative`` are
+  the shares among the tokens with A > 0 and with A < 0
+* ``clamped_share``: share of the tokens whose log-ratio is beyond the clamp of +-20
 """
 
 from collections.abc import Callable
@@ -41,9 +41,9 @@ def diagnose(
 ) -> dict[str, float]:
     """The module's statistics of one optimizer step, over its N tokens with A != 0.
 
-    All are (N,); ``rows`` numbers the tokens' sequences. Of no token ratios and sample sizes are 1, the others 0.
+    All are (N,); ``rows`` numbers the tokens' sequences. Without a token ratios and sample sizes are 1, all others 0.
     """
-    if not len(logprobs):  # reads like one unchanged token
+    if not len(logprobs):  # as for one unchanged token
         logprobs = old_logprobs = rows = logprobs.new_zeros(1)
         advantages = weights = logprobs.new_ones(1)
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
@@ -91,17 +91,18 @@ def diagnose_correction(
     cap: float,
     floor: float = 0.0,
 ) -> dict[str, float]:
-    """Statistics of one optimizer step's correction over its tokens with A != 0, of ratios r = exp(old - sampler).
+    """Statistics of one optimizer step's correction, with ratios r = exp(old - sampler), over its tokens with A != 0.
 
-    All are (N,), of all tokens; ``rows`` numbers their sequences. The bounds are those of `correction_weights`.
+    The tensors are (N,), over all tokens: ``rows`` numbers the tokens' sequences, ``is_active`` is true where A != 0.
+    ``mode``, ``cap`` and ``floor`` are as in `correction_weights`.
 
     Returns:
         * ``kl_sampler_old``: KL(sampler || old) in nats, the mean of r - 1 - log r
         * ``sampler_ratio_max``: the largest r; 1 without a token
-        * ``corrected_share``: share of the tokens whose ratio is above the cap or below the floor; not for functions
+        * ``corrected_share``: share of the tokens whose ratio is above the cap or below the floor; none for functions
     """
     log_r = log_ratio(old_logprobs, sampler_logprobs, torch.ones_like(is_active))
-    active = log_r[is_active] if is_active.any() else log_r.new_zeros(1)  # reads like one token of equal log-probs
+    active = log_r[is_active] if is_active.any() else log_r.new_zeros(1)  # as for one token of equal log-probs
     statistics = {
         "kl_sampler_old": (torch.expm1(active) - active).mean().item(),
         "sampler_ratio_max": active.max().exp().item(),

@@ -1,7 +1,7 @@
 """Losses of other papers, with the interface, symbols and rules of `pspo.losses.surrogates`.
 
 With one advantage per row, the gradients are those of the sources' objectives under the same aggregation. A token's
-loss moves that token's log-prob alone: where a ratio s or weight w of the whole row enters, sg holds it fixed.
+loss has a gradient at that token alone: the stop-gradient sg holds a ratio s or weight w of the whole row fixed.
 Some names mean something else in TRL or verl: docs/guide/trl.md has the settings that agree.
 """
 
@@ -24,9 +24,9 @@ from pspo.losses.surrogates import (
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the row's unmasked tokens, (B, T), in which token t has the gradient of values_t.
+    """Mean over each row's unmasked tokens, (B, T); its gradient at token t is the gradient of values_t.
 
-    Then the row's mean loss has the gradient of the mean: GSPO-token (Zheng et al. 2025, section 4.3).
+    So the mean of a row's losses has the gradient of the mean: GSPO-token (Zheng et al. 2025, section 4.3).
     """
     fixed = values.detach()
     mean = fixed.where(mask, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)  # (B, 1)
@@ -46,10 +46,10 @@ class REINFORCE(Surrogate):
 
 @dataclass(frozen=True)
 class CISPO(Surrogate):
-    """-sg(clip(r, 1 - epsilon, 1 + epsilon_high)) A logprob: clipped weights, no clipped token (MiniMax-M1, 2025).
+    """-sg(clip(r, 1 - epsilon, 1 + epsilon_high)) A logprob: clips weights and drops no token (MiniMax-M1, 2025).
 
-    Bounds lie around 1, as verl's. TRL's epsilon_high is the bound itself, ours + 1 (ScaleRL recommends 5, 4 here).
-    epsilon None is no lower bound, the source's choice.
+    Bounds lie around 1, as in verl. TRL's epsilon_high is the bound itself, ours + 1 (ScaleRL recommends 5, 4 here).
+    epsilon None means no lower bound, as in the source.
     """
 
     epsilon: float | None = None
@@ -70,7 +70,7 @@ class GSPO(Surrogate):
     """-min(s A, clip(s, 1 - epsilon, 1 + epsilon_high) A), s = exp(mean of log r over the row) (Zheng et al. 2025).
 
     The source averages over sequences: aggregation ``grpo``. LUSPO (Liu et al. 2026) multiplies each sequence's loss by
-    its length: GSPO with ``dr_grpo``, times max_completion_tokens, a constant.
+    its length, which is GSPO with ``dr_grpo`` times the constant max_completion_tokens.
     """
 
     epsilon: float = 3e-4
@@ -90,7 +90,7 @@ class GSPO(Surrogate):
 class GMPO(Surrogate):
     """-A exp(mean of l), l = min(log r, epsilon) where A > 0, else max(log r, -epsilon) (Zhao et al. 2025).
 
-    The geometric mean of the clipped ratios in place of GRPO's arithmetic mean; aggregation ``grpo``.
+    GMPO takes the geometric mean of clipped ratios, GRPO the arithmetic mean; aggregation ``grpo``.
     """
 
     epsilon: float = 0.4
@@ -109,7 +109,7 @@ class GMPO(Surrogate):
 class VESPO(Surrogate):
     """-sg(w^k exp(lambda (1 - w))) A logprob, w the product of r over the row (Shen et al. 2026).
 
-    k and lambda go by the sign of A. The weight is 1 at w = 1 and falls on both sides of its peak at w = k / lambda.
+    The sign of A selects k and lambda. The weight is 1 at w = 1 and falls on both sides of its peak at w = k / lambda.
     """
 
     k_pos: float = 2.0
@@ -134,11 +134,11 @@ class VESPO(Surrogate):
 class DPPO(Surrogate):
     """-M r A, M = 0 where the divergence is above epsilon and the step would add to it, else 1 (Qi et al. 2026).
 
-    The mask follows how much probability has moved and not the ratio. With p and q the token's new and old probability,
-    the divergence is the binary one, of "this token or any other": |p - q| ("tv"), or
+    The mask depends on how much probability has moved, not on the ratio. With p and q the token's new and old
+    probability, the divergence is that of the choice "this token or any other": |p - q| ("tv"), or
     KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)) ("kl"). The step would add to it where A > 0 and p > q, or A <= 0
-    and p < q. The source's top-K divergence needs the whole distribution, which a surrogate does not see; its q is the
-    sampler's, ours the old log-probs'. It has epsilon 0.15 or 0.2 for tv, 0.05 for kl, and caps r.
+    and p < q. The source's top-K divergence needs the whole distribution, which a surrogate does not see. The source
+    takes q from the sampler, we from the old log-probs; it has epsilon 0.15 or 0.2 for tv, 0.05 for kl, and caps r.
     """
 
     divergence: Literal["tv", "kl"] = "tv"
@@ -168,7 +168,7 @@ class DPPO(Surrogate):
 class SPO(Surrogate):
     """-(r A - |A| (r - 1)^2 / (2 epsilon)): a quadratic penalty in place of the clip (Xie et al. 2024, 2401.16025).
 
-    Its minimum is at Clip's bounds, r = 1 + epsilon where A > 0 and 1 - epsilon where A < 0: beyond, the gradient leads
+    The minimum is at Clip's bounds, r = 1 + epsilon where A > 0 and 1 - epsilon where A < 0; beyond, the gradient leads
     back. CFPO (Cagatan et al. 2026, 2601.22801) is this loss.
     """
 
@@ -188,9 +188,9 @@ class SPO(Surrogate):
 class DRO(Surrogate):
     """-(A logprob - (tau / 2) log^2 w), w the product of r over the row (Kimi k1.5, 2501.12599, section 2.3.2).
 
-    Direct Reward Optimization (Richemond et al. 2024), with the mean reward for its value function. A token's share of
-    log^2 w is log w log r, and has the gradient of log^2 w. verl's and Tinker's ``dro`` has a token's log^2 r: level
-    "token". The source gives no tau; 0.05 is Tinker's.
+    Direct Reward Optimization (Richemond et al. 2024), with the mean reward as its value function. A token's share of
+    log^2 w is log w log r, with the gradient of log^2 w. verl's and Tinker's ``dro`` penalise each token's log^2 r, as
+    level "token" does. The source gives no tau; 0.05 is Tinker's.
     """
 
     tau: float = 0.05
@@ -217,7 +217,7 @@ class CEGPPO(Surrogate):
     """-(w / sg(r)) r A: Clip that leaves a bounded gradient to the tokens it clips (Su et al. 2025, 2509.20712).
 
     w is r where Clip has a gradient, beta1 (1 - epsilon) below the range and beta2 (1 + epsilon_high) above it. The
-    authors' code also cuts the loss at r = 10 where A < 0; the paper does not. With beta1 = beta2 = 0 it is Clip.
+    authors' code also cuts the loss at r = 10 where A < 0; the paper does not. beta1 = beta2 = 0 gives Clip's gradient.
     """
 
     epsilon: float = 0.2
@@ -242,8 +242,8 @@ class CEGPPO(Surrogate):
 class ASPO(Surrogate):
     """-sg(w) A logprob, w = min(1 / r, delta) where A > 0, else min(r, delta); 0 where Clip has no gradient.
 
-    Positive tokens that lag behind the old policy weigh more, not less (Wang et al. 2025, 2510.06062v2, section 6). The
-    authors' code has the delta of 3, other clip ranges for uncertain tokens, and ``dapo`` for the paper's ``grpo``.
+    Where A > 0, tokens that became less likely weigh more, not less (Wang et al. 2025, 2510.06062v2, section 6). The
+    authors' code has delta 3, different clip ranges for uncertain tokens, and ``dapo`` where the paper has ``grpo``.
     """
 
     epsilon: float = 0.2

@@ -1,11 +1,11 @@
 """The paper's six surrogates, each a map from per-token log-probs to a per-token loss, to be minimised.
 
 Symbols, shared with the tests and the README: ``r = exp(logprob - old_logprob)`` is the importance ratio, ``A`` the
-advantage. Means over tokens are taken by `pspo.losses.aggregate`.
+advantage. `pspo.losses.aggregate` takes the means over tokens.
 
-`log_ratio` holds the one numerical rule: 0 under the mask and clamped to +-20 elsewhere, so that no finite input gives
-inf or NaN in the loss or its gradient. bfloat16 in gives float32 out, float64 in gives float64 out. Only the gradient
-of float16 log-probs can overflow (r above 65,504): call ``.float()`` on them first.
+`log_ratio` holds the one numerical rule: log r is 0 under the mask and clamped to +-20 elsewhere, so that no finite
+input gives inf or NaN in the loss or its gradient. bfloat16 in gives float32 out, float64 in gives float64 out. Only
+the gradient of float16 log-probs can overflow (r above 65,504): call ``.float()`` on the log-probs first.
 """
 
 import inspect
@@ -25,9 +25,9 @@ MAX_LOG_RATIO = 20.0
 
 
 class SilentHint:
-    """An optional hint of surrogates and terms, which a subclass does not inherit; leaving it out is always correct.
+    """``silent_at_zero_advantage``, a hint that a surrogate or term may give; subclasses do not inherit its value.
 
-    True: loss and gradient are exactly 0 where A = 0, so that training leaves such rows out.
+    True says that loss and gradient are exactly 0 where A = 0: training leaves such rows out. False is always correct.
     """
 
     silent_at_zero_advantage = False
@@ -39,19 +39,19 @@ class SilentHint:
 class Surrogate(SilentHint, ABC):
     """Base of all surrogates; subclass it (as a frozen dataclass) to try a loss of your own.
 
-    Calling it maps ``logprobs`` (B, T), ``old_logprobs`` (B, T), ``advantages`` (B, 1) or (B, T) and ``mask`` (B, T)
+    A call maps ``logprobs`` (B, T), ``old_logprobs`` (B, T), ``advantages`` (B, 1) or (B, T) and ``mask`` (B, T)
     bool to the per-token loss (B, T), unreduced, 0 where masked. A fifth parameter, if it is called ``step``, gets the
-    optimizer steps taken.
+    number of optimizer steps taken.
 
-    With ``state_dict`` and ``load_state_dict`` it has a state, which checkpoints hold: rank 0's, or with ``per_rank =
-    True`` each rank's own. Training calls it once for some whole rows of a microbatch, and again if memory runs out.
+    A surrogate with ``state_dict`` and ``load_state_dict`` has a state, which checkpoints hold: rank 0's, or with
+    ``per_rank = True`` every rank's. Training calls a surrogate on chunks of whole rows, and again if memory runs out.
     """
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor: ...
 
     def bind_step(self, step: int) -> Callable[..., Tensor]:
-        """The map from the four tensors to the loss after ``step`` optimizer steps."""
+        """Return the map from the four tensors to the loss, with ``step`` bound if the surrogate takes it."""
         return partial(self, step=step) if "step" in inspect.signature(self).parameters else self
 
     def __repr__(self) -> str:  # a dataclass has its own
@@ -65,7 +65,7 @@ def function_name(function: Callable | str) -> str:
 
 
 def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> None:
-    """Raise SurrogateError unless the loss of a surrogate or term is (B, T), wide enough and with a gradient."""
+    """Raise SurrogateError unless the loss of a surrogate or term is (B, T), float32 or wider, with a gradient."""
     fault = None
     if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -79,7 +79,7 @@ def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> N
 
 
 def as_rows(values: Tensor, mask: Tensor, name: str, fill: float = 0.0) -> Tensor:
-    """Values that the function ``name`` returned, one a row or token, as (B, 1) or (B, T); ``fill`` where masked."""
+    """(B, 1) or (B, T): the values per row or token that the function ``name`` returned; ``fill`` where masked."""
     rows = len(mask)
     shape = tuple(mask.shape)
     if not isinstance(values, Tensor) or values.shape not in ((rows,), (rows, 1), shape):
@@ -112,7 +112,7 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def policy_gradient(weight: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """-sg(w) A logprob, (B, T), 0 where masked; ``weight`` (B, 1) or (B, T) float32 or wider, without gradient."""
+    """-sg(w) A logprob, (B, T), 0 where masked; ``weight`` is (B, 1) or (B, T), float32 or wider, without gradient."""
     return masked(-weight * advantages * masked(logprobs.to(weight.dtype), mask), mask)
 
 
@@ -128,7 +128,7 @@ def check_at_least_0(surrogate: Surrogate, *names: str) -> None:
 
 
 def clip_range(epsilon: float, epsilon_high: float | None) -> tuple[float, float]:
-    """Bounds of a ratio: 1 - epsilon, and 1 + epsilon_high, or + epsilon if that is None."""
+    """Bounds of a ratio: 1 - epsilon and 1 + epsilon_high, or 1 + epsilon if epsilon_high is None."""
     return 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
 
 
@@ -137,10 +137,10 @@ class Clip(Surrogate):
     """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A): PPO's clipped surrogate (Schulman et al. 2017).
 
     Args:
-        epsilon: half-width of the clip range; also its upper half unless epsilon_high is set.
-        epsilon_high: the upper half alone ("clip-higher", DAPO, Yu et al. 2025).
-        delta: upper bound of r in the first, unclipped term ("two-sided clipping", INTELLECT-2, 2025), which
-            otherwise has none where A < 0; meant to be above 1 + epsilon_high.
+        epsilon: width of the clip range below 1, and above 1, too, unless epsilon_high is set.
+        epsilon_high: width of the clip range above 1 ("clip-higher", DAPO, Yu et al. 2025).
+        delta: upper bound of r in the first, unclipped term ("two-sided clipping", INTELLECT-2, 2025); without delta
+            that term has no bound where A < 0. Choose delta above 1 + epsilon_high.
     """
 
     epsilon: float = 0.2
@@ -196,7 +196,7 @@ class PSPO(Surrogate):
 class P3O(Surrogate):
     """-(4 / tau) sigmoid(tau (r - 1)) A + kl_coef (r - 1 - log r): SCOPIC (Chen et al. 2023).
 
-    The slope at r = 1 is A for every tau. The official code adds kl_coef KL(old || new); r - 1 - log r is its estimator
+    The slope at r = 1 is A for every tau. The official code adds kl_coef KL(old || new); r - 1 - log r estimates it
     from old samples.
     """
 
@@ -222,7 +222,7 @@ class P3O(Surrogate):
 class SAPO(Surrogate):
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0, else tau_neg (Gao et al. 2025).
 
-    The source advises tau_neg > tau_pos. tau_neg = 3 is the PSPO paper's; TRL and verl have 1.05.
+    The source advises tau_neg > tau_pos. The default tau_neg = 3 is the PSPO paper's; TRL and verl have 1.05.
     """
 
     tau_pos: float = 1.0
@@ -246,7 +246,7 @@ class TOPR(Surrogate):
 
     The stop-gradient sg makes it REINFORCE with a tapered weight. At level "sequence", the source's, r is the
     ratio of the whole completion: the product over the row's unmasked tokens. With the defaults, positive rows
-    weigh 1 and negative ones min(r, 1). The signs are A's, in the source the reward's.
+    weigh 1 and negative ones min(r, 1). The sign is A's here, but the reward's in the source.
     """
 
     a_pos: float = 1.0

@@ -1,8 +1,8 @@
-"""Terms: everything of the loss besides the surrogate, each a small map from losses to losses.
+"""Terms: the parts of the loss besides the surrogate, each a small map from losses to losses.
 
 A term is called as ``term(losses, x)`` with the losses (B, T) so far and the `LossInputs`, and returns losses (B, T).
-Those of --algorithm.terms come first, in order; then the correction, the KL penalty and the entropy bonus, if they are
-on.
+The terms of --algorithm.terms come first, in order; then the correction, the KL penalty and the entropy bonus, if they
+are on.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class LossInputs:
     """Inputs of a loss at the tokens of B rows."""
 
     logprobs: Tensor  # (B, T), the policy's, with gradient
-    old_logprobs: Tensor  # (B, T), what ratios are formed against
+    old_logprobs: Tensor  # (B, T), ratios are formed against them
     advantages: Tensor  # (B, 1) or (B, T)
     mask: Tensor  # (B, T) bool, the tokens that the loss is about
-    entropies: Tensor  # (B, T), of the policy's distributions in nats, with gradient
+    entropies: Tensor  # (B, T), entropies of the policy's distributions in nats, with gradient
     ref_logprobs: Tensor | None = None  # (B, T), the reference model's; None without one
-    sampler_logprobs: Tensor | None = None  # (B, T), what the tokens were drawn with; None unless the sampler kept them
+    sampler_logprobs: Tensor | None = None  # (B, T), the sampler's; None unless it kept them
     step: int = 0  # optimizer steps taken so far
 
 
 class Term(SilentHint, ABC):
-    """Base of the terms, for their short names on the command line; a term of your own may be any callable."""
+    """Base of the terms, which gives them short names on the command line; your own term may be any callable."""
 
     @abstractmethod
     def __call__(self, losses: Tensor, x: LossInputs) -> Tensor: ...
@@ -54,14 +54,14 @@ def correction_weights(
 ) -> Tensor:
     """Importance weights old / sampler, at most ``cap`` (as TRL 1.16, vllm_importance_sampling_mode).
 
-    They are for tokens whose old log-probs are not those of the engine or older policy that drew them.
+    They correct the loss of tokens that an engine or an older policy drew with log-probs other than the old ones.
 
     "token_mask" with a floor is IcePop (Ling Team 2025, 2510.18855: 0.5 and 5).
 
     Args:
-        old_logprobs, sampler_logprobs, mask: (B, T), as the weights, which have no gradient and are 0 where masked.
+        old_logprobs, sampler_logprobs, mask: (B, T). The weights are (B, T), too, without gradient, 0 where masked.
         mode: "token_..." takes each token's ratio, "sequence_..." the product over the row's unmasked tokens;
-            "..._truncate" cuts ratios at floor and cap (Yao et al. 2025), "..._mask" sets those outside them to 0.
+            "..._truncate" cuts ratios at floor and cap (Yao et al. 2025), "..._mask" sets ratios outside to 0.
             A function of your own gets the three tensors and returns weights, (B,) or (B, T).
     """
     if callable(mode):
@@ -79,7 +79,7 @@ def correction_weights(
 
 @dataclass(frozen=True)
 class SamplerCorrection(Term):
-    """losses x w, w = old / sampler probability by `correction_weights`: for tokens of another engine or policy."""
+    """losses x w, w = old / sampler probability (`correction_weights`), for tokens drawn by an engine or old policy."""
 
     mode: Correction | Callable
     cap: float = 3.0
@@ -98,22 +98,22 @@ def kl_estimate(
     estimator: KLEstimator = "k3",
     old_logprobs: Tensor | None = None,
 ) -> Tensor:
-    """Estimate KL(policy || reference) at every token by the policy's samples (Schulman 2020, "Approximating KL ...").
+    """Estimate KL(policy || reference) per token from the policy's samples (Schulman 2020, "Approximating KL ...").
 
     With x = ref_logprob - logprob: k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x.
-    A good value does not make a good gradient. In expectation the gradient of k2 is that of KL(policy || reference),
-    k3's is that of KL(reference || policy), and k1's is 0. So k1 comes with k2's gradient here. Times the ratio r, k3
-    has an unbiased value and gradient, from an older policy's samples, too, if r is to the policy that drew. All of
-    this is for tokens drawn from the whole distribution: those of a nucleus (top_p 0.85) bias every estimate.
+    A good value does not make a good gradient. In expectation, k2 has the gradient of KL(policy || reference), k3 has
+    the gradient of KL(reference || policy), and k1 has 0, so that here k1 takes k2's gradient. k3 times the ratio r
+    has an unbiased value and gradient, also from an older policy's samples, if r is the ratio to the policy that drew.
+    This holds for tokens drawn from the whole distribution: tokens of a nucleus (top_p 0.85) bias every estimate.
 
     Args:
-        logprobs, ref_logprobs, old_logprobs: (B, T), at the same temperature; the last for "unbiased_k3" alone.
+        logprobs, ref_logprobs, old_logprobs: (B, T), at the same temperature; "unbiased_k3" alone needs the last.
         estimator: "k1" (unbiased, signed, k2's gradient), "k2" (biased, low variance), "k3" (unbiased, at least 0) or
             "unbiased_k3" (r k3, r = exp(logprob - old_logprob) with its gradient: DeepSeek-V3.2, 2512.02556).
 
     Returns:
-        (B, T), in nats, 0 where masked. x is clamped to +-20. Beyond, the gradient is that at the bound, not 0: it
-        pulls where the policy is furthest away.
+        (B, T), in nats, 0 where masked. x is clamped to +-20. Beyond a bound the gradient is the bound's, not 0:
+        the penalty still pulls where the policy is furthest away.
     """
     moved = masked(logprobs.detach() - logprobs, mask)  # 0, with the gradient of -logprobs
     x = log_ratio(ref_logprobs, logprobs.detach(), mask) + moved  # (B, T)
@@ -142,9 +142,9 @@ class KLPenalty(Term):
 
 @dataclass(frozen=True)
 class SquaredLogRatio(Term):
-    """losses + coef log^2 r / 2: k2, to the old policy, which the next steps then stay near to.
+    """losses + coef log^2 r / 2, the k2 of `kl_estimate` to the old policy: keeps later steps near to that policy.
 
-    With `DPPO` at epsilon 0.2 and ratios to the sampler it is prime-rl's default loss; coef is twice its kl_tau.
+    With `DPPO` at epsilon 0.2 and ratios to the sampler, this is prime-rl's default loss; coef is twice its kl_tau.
     """
 
     coef: float
@@ -155,7 +155,7 @@ class SquaredLogRatio(Term):
 
 @dataclass(frozen=True)
 class EntropyBonus(Term):
-    """losses - coef H: keeps the policy from becoming certain too soon."""
+    """losses - coef H, H the entropy in nats: keeps the policy from becoming certain too soon."""
 
     coef: float
 
@@ -165,9 +165,10 @@ class EntropyBonus(Term):
 
 @dataclass(frozen=True)
 class OffPolicyMask(Term):
-    """0 where A < 0 in a row that the policy has moved away from: DeepSeek-V3.2's off-policy mask (2512.02556).
+    """losses, but 0 where A < 0 in rows that the policy has moved away from: DeepSeek-V3.2's mask (2512.02556).
 
-    The threshold, in nats, is of the row's mean log(sampler / policy), or log(old / policy) without the sampler's.
+    In such a row the mean of log(sampler / policy), or of log(old / policy) without the sampler's log-probs, is above
+    ``threshold``, in nats.
     """
 
     threshold: float
@@ -185,7 +186,7 @@ class OffPolicyMask(Term):
 
 @dataclass(frozen=True)
 class EntropyQuantile(Term):
-    """0 at all but each row's most uncertain share of tokens ("Beyond the 80/20 Rule", 2506.01939: each batch's)."""
+    """losses at each row's most uncertain share of tokens, else 0 ("Beyond the 80/20 Rule", 2506.01939: a batch's)."""
 
     share: float
     silent_at_zero_advantage = True
@@ -196,7 +197,7 @@ class EntropyQuantile(Term):
     def __call__(self, losses: Tensor, x: LossInputs) -> Tensor:
         entropies = x.entropies.detach().masked_fill(~x.mask, -math.inf)
         lengths = x.mask.sum(dim=1, keepdim=True)  # (B, 1)
-        n_staying = torch.ceil(self.share * lengths.double() - 1e-9).long()  # 0.55 of 100 would be above 55
-        last = (n_staying - 1).clamp(min=0)  # rank of the least uncertain one that stays
+        n_staying = torch.ceil(self.share * lengths.double() - 1e-9).long()  # else 0.55 x 100 is above 55
+        last = (n_staying - 1).clamp(min=0)  # rank of the least uncertain token that stays
         lowest = entropies.sort(dim=1, descending=True).values.gather(1, last)
         return losses.where(entropies >= lowest, 0.0)
