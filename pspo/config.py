@@ -1,4 +1,4 @@
-"""Configuration of training and evaluation: nested frozen dataclasses, one field per switch, with its ``--help``.
+"""Configuration of training and evaluation: nested frozen dataclasses with a field and ``--help`` per switch.
 
 The defaults are the embedded default run, spelled out in ``configs/tiny.yaml``. A value out of range raises ValueError
 naming its switch, before any model is loaded.
@@ -32,21 +32,21 @@ def require(ok: object, switch: str, rule: str, value: object) -> None:
 COMPARISONS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 Fact = Literal[
     "basic",  # `--help` shows it, `--help all` every switch
-    "main",  # from Python a section may be its value alone: model="tiny-math"
+    "main",  # from Python its value alone may stand for the section: model="tiny-math"
     "path",  # a path of this machine, or a name: ~ is the home folder, and model cards leave it out
     "mapping",  # a mapping of the user's keys
     "class",  # the import path of a class, or {class_path: ..., init_args: {...}}
     "free",  # may differ when a run is resumed: no number depends on it, unless a reward fails
-    "may grow",  # when a run is resumed, unless the learning rate depends on it
-    "no setting",  # makes no other setting in comparisons: files, logs, processes, memory, seeds
+    "may grow",  # may be raised when a run is resumed, unless the learning rate depends on it
+    "no setting",  # comparisons of runs ignore it: files, logs, processes, memory, seeds
 ]
-NO_SWITCH = {"is_switch": False}  # metadata of a section's other fields
+NO_SWITCH = {"is_switch": False}  # metadata of fields that are no switches
 
 
 def switch(default: Any, text: str, *facts: Fact, **limits: float) -> Any:
-    """Field of a section: its default, or the class or function that makes it; its help; what holds for its switch.
+    """Field of a section, from its default (or a function that makes the default), its help text and its facts.
 
-    Limits of a number have the names of `COMPARISONS`: at_least=0.
+    The limits of a number have the names of `COMPARISONS`: at_least=0.
     """
     metadata = {"text": text, "facts": facts, "limits": limits}
     if callable(default):
@@ -56,7 +56,7 @@ def switch(default: Any, text: str, *facts: Fact, **limits: float) -> Any:
 
 @dataclass(frozen=True)
 class Section:
-    """Base of the configuration's sections, frozen dataclasses: checks and completes the values of their switches."""
+    """Base of the configuration's sections: frozen dataclasses that check and complete their switches' values."""
 
     def __init_subclass__(cls, name: str = "") -> None:
         cls.section = f"{name}." if name else ""
@@ -108,7 +108,7 @@ class ModelConfig(Section, name="model"):
 
     @property
     def has_adapters(self) -> bool:
-        """True if LoRA adapters are trained; of a PEFT folder only once it is resolved."""
+        """True if LoRA adapters are trained; for a PEFT folder, only after `resolve_adapters`."""
         return self.lora.rank > 0 or self.lora.name_or_path is not None
 
 
@@ -221,7 +221,7 @@ class AlgorithmConfig(Section, name="algorithm"):
     entropy_coef: float = switch(0.0, "weight of the entropy bonus", at_least=0)
     mask_truncated: bool = switch(False, "exclude completions that hit the token limit from the loss")
     nucleus: Literal["ignore", "replay"] = switch("ignore", "replay: log-probs over the tokens that top_p kept")
-    ratio_to: Literal["behaviour", "proximal"] = switch("behaviour", "proximal: to the policy before the update")
+    ratio_to: Literal["behaviour", "proximal"] = switch("behaviour", "proximal: ratio to the policy before the update")
     correction: losses.Correction | Callable | None = switch(None, "weight by old / sampler probability")
     correction_cap: float = switch(3.0, "largest correction weight", above=0)
     correction_floor: float = switch(0.0, "smallest correction weight", at_least=0)
@@ -235,21 +235,21 @@ class AlgorithmConfig(Section, name="algorithm"):
             require(self.beta > 0 and self.reference is None, "algorithm.reference_every", rule, self.reference_every)
 
     def ratios_to_engine(self, rollout: RolloutConfig) -> bool:
-        """True if ratios are to an engine's own log-probs: it drew with weights that are gone when they are needed."""
+        """True if ratios are formed against an engine's own log-probs: the weights that drew are gone by then."""
         return rollout.draws_by_engine and rollout.lag > 0 and self.ratio_to == "behaviour"
 
     def is_off_policy(self, rollout: RolloutConfig) -> bool:
-        """True if an engine draws, and old log-probs are not its own."""
+        """True if an engine draws, and the old log-probs are not the engine's own."""
         return rollout.draws_by_engine and not self.ratios_to_engine(rollout)
 
     def correction_for(self, rollout: RolloutConfig) -> losses.Correction | Callable:
-        """The correction in effect for rollouts drawn so; "none" without."""
+        """The correction in effect for rollouts drawn as ``rollout`` says; "none" if nothing is corrected."""
         if self.correction is not None:
             return self.correction
         return "token_truncate" if self.is_off_policy(rollout) else "none"
 
     def check_rollouts(self, rollout: RolloutConfig) -> None:
-        """Raise ValueError for what rollouts drawn so do not allow."""
+        """Raise ValueError if a switch of this section does not fit the way rollouts are drawn."""
         rule = f"must not be above rollout.prompts ({rollout.prompts}): groups stay whole"
         require(self.minibatches <= rollout.prompts, "algorithm.minibatches", rule, self.minibatches)
         by_policy = rollout.engine is rollout.environment is None and rollout.decoder != "hf"  # which records log-probs
@@ -266,13 +266,13 @@ class AlgorithmConfig(Section, name="algorithm"):
 class OptimizerConfig(Section, name="optimizer"):
     """Optimizer and batch size in memory."""
 
-    name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = switch("adamw", "its class; sgd has no momentum")
+    name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = switch("adamw", "optimizer; sgd has no momentum")
     lr: float | None = switch(None, "peak rate; unset, 3e-5 for small models, else 1e-6; LoRA: x 10", "basic", above=0)
     options: dict[str, Any] = switch(dict, "arguments of the optimizer's class: {weight_decay: 0.1}", "mapping")
     warmup_steps: int = switch(0, "optimizer steps of linear warm-up, from 0", at_least=0)
     schedule: Literal["constant", "linear", "cosine"] = switch("constant", "linear and cosine: to 0 at run.max_steps")
     max_grad_norm: float = switch(1.0, "clip gradients to this global norm; 0 for no clipping", at_least=0)
-    microbatch_tokens: int | None = switch(None, "tokens of a pass; unset, by memory", "no setting", above=0)
+    microbatch_tokens: int | None = switch(None, "tokens per pass; unset, by memory", "no setting", above=0)
 
 
 @dataclass(frozen=True)
@@ -281,9 +281,9 @@ class RunConfig(Section, name="run"):
 
     output_dir: str | None = switch(None, "folder; unset, runs/...", "basic", "path", "free", "no setting")
     fork_from: str | None = switch(None, "start at a checkpoint of another run, or its newest", "path", "no setting")
-    seed: int = switch(0, "of sampling and the order of prompts", "basic", "no setting", at_least=0, below=2**32)
+    seed: int = switch(0, "seed of sampling and prompt order", "basic", "no setting", at_least=0, below=2**32)
     max_steps: int = switch(100, "optimizer steps", "basic", "may grow", above=0)
-    max_tokens: int | None = switch(None, "end after as many prompt and completion tokens", "may grow", above=0)
+    max_tokens: int | None = switch(None, "end after this many prompt and completion tokens", "may grow", above=0)
     validate_every: int = switch(20, "steps between validations; 0 for none", "basic", "no setting", at_least=0)
     validation_limit: int = switch(128, "validation problems", "no setting", above=0)
     test_limit: int = switch(500, "test problems, before and after; 0 for none", "basic", "no setting", at_least=0)
@@ -301,7 +301,7 @@ class DistributedConfig(Section, name="distributed"):
     strategy: Literal["none", "ddp", "fsdp2"] = switch("none", "ddp: whole models; fsdp2: shards", "no setting")
 
     def check(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
-        """Raise ValueError for what cannot be sharded."""
+        """Raise ValueError if fsdp2 cannot shard what other sections ask for."""
         if self.strategy == "fsdp2":
             rule = "must be adamw or sgd under fsdp2, which shards it"
             require("8bit" not in optimizer.name, "optimizer.name", rule, optimizer.name)
@@ -330,7 +330,7 @@ class TrainConfig:
 
     @cached_property
     def correction(self) -> losses.Correction | Callable:
-        """The correction in effect: --algorithm.correction, or what its rollouts need."""
+        """The correction in effect: --algorithm.correction if set, else what the rollouts need."""
         return self.algorithm.correction_for(self.rollout)
 
     @cached_property
@@ -349,7 +349,7 @@ class TrainConfig:
 
     @property
     def split_limits(self) -> dict[str, int | None]:
-        """The splits that the run has, and how many problems of each."""
+        """Splits that the run uses, each with its number of problems; None for all."""
         validation = self.run.validation_limit if self.run.validate_every else 0
         limits = {"train": self.data.limit, "validation": validation, "test": self.run.test_limit}
         return {split: limit for split, limit in limits.items() if limit != 0}
@@ -388,7 +388,7 @@ class EvalRunConfig(Section, name="run"):
     """Output folder and seed."""
 
     output_dir: str = switch("evaluation", "new folder for results.json and completions.jsonl", "basic", "path")
-    seed: int = switch(0, "of sampling", "basic", at_least=0, below=2**32)
+    seed: int = switch(0, "seed of sampling", "basic", at_least=0, below=2**32)
     quiet: bool = switch(False, "print no progress")
 
 
@@ -404,7 +404,7 @@ class EvaluateConfig:
 
 
 def find_switches(config_class: type, prefix: str = "") -> dict[str, Field]:
-    """The field of every switch of a command, such as that of `RunConfig.seed` for run.seed."""
+    """Fields of all switches of a command, by name: "run.seed" has the field `RunConfig.seed`."""
     found = {}
     for part in fields(config_class):
         if is_dataclass(part.type):
@@ -416,6 +416,6 @@ def find_switches(config_class: type, prefix: str = "") -> dict[str, Field]:
 
 @cache
 def switches_with(fact: Fact) -> frozenset[str]:
-    """The switches of training and evaluation of which this holds."""
+    """Names of the switches of training and evaluation that have this fact."""
     every = find_switches(EvaluateConfig) | find_switches(TrainConfig)
     return frozenset(name for name, part in every.items() if fact in part.metadata.get("facts", ()))
