@@ -1,11 +1,11 @@
-"""Advantages: group-relative ones, and those of a function of one's own, by its import path.
+"""Advantages: group-relative, or estimated by a user's function, given by its import path.
 
 Scales of `group_relative_advantages`, A = R - mean of its group:
 
-* "none" (Dwyer et al. 2026, section 2)
+* "none" leaves A as it is (Dwyer et al. 2026, section 2)
 * "group" (GRPO, Shao et al. 2024) and "batch" divide by the standard deviation of the group, or of all rewards over all
   ranks, ddof = 1, plus eps
-* "rloo" (Ahmadian et al. 2024) is R - mean of the others: n / (n - 1) times "none" in a group of n
+* "rloo" (Ahmadian et al. 2024) is R - mean of the group's other rewards: n / (n - 1) times "none" in a group of n
 * "maxrl" (Tajwar et al. 2026) divides by the group's mean, for rewards of at least 0
 """
 
@@ -34,12 +34,12 @@ def estimate_advantages(
     """Advantages of a scored rollout's B rows by "gdpo" or a function of your own, (B,) or (B, T), 0 where unknown.
 
     Args:
-        estimator: called with the rewards (B,), NaN if unknown, the group size, and what its signature names of:
-            ``lengths`` (B,), tokens in the loss; ``mask`` (B, T), which they are; ``truncated`` (B,) bool;
-            ``rewards_by_function``, by name (B,), unweighted; their ``weights``; ``problems``, B of them. Under several
-            ranks it gets this rank's rows, whole groups.
-        weights: of the reward functions; None for all 1.
-        computed: more of what a signature may name: a run's ``reference``, a model, and ``reference_logprobs`` (B, T).
+        estimator: called with the rewards (B,), NaN if unknown, the group size, and of these what its signature names:
+            ``mask`` (B, T), true at tokens in the loss; ``lengths`` (B,), the number of these; ``truncated`` (B,) bool;
+            ``rewards_by_function``, a dict of unweighted (B,); ``weights`` of the functions; ``problems``, a list of B.
+            Under several ranks the estimator gets the whole groups of this rank.
+        weights: weights of the reward functions; None for 1 each.
+        computed: further arguments by name: in a run ``reference``, a model, and ``reference_logprobs`` (B, T).
 
     Raises SurrogateError if a function returns another shape, NaN or inf.
     """
@@ -65,9 +65,9 @@ def estimate_advantages(
 
 
 def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "none", eps: float = 1e-4) -> Tensor:
-    """A = R - mean of its group, scaled as the module says: (B,) float32, float64 for float64 rewards.
+    """(B,) A = R - mean of its group, scaled as the module says: float32, float64 for float64 rewards.
 
-    The rows of a group are adjacent. NaN is an unknown reward, in no mean or deviation, with A = 0.
+    The rows of a group are adjacent. NaN is an unknown reward: A is 0, and means and deviations leave it out.
     """
     if group_size < 2:
         raise ValueError(f"group_size must be at least 2 (a group of 1 has advantage 0 always), got {group_size}")
@@ -104,10 +104,10 @@ def gdpo(
     weights: Sequence[float],
     eps: float = 1e-4,
 ) -> Tensor:
-    """Sum of the weighted "group" advantages of each reward function, divided by their deviation over all rows (B,).
+    """(B,) sum of each reward function's weighted "group" advantages, divided by that sum's deviation over all rows.
 
-    GDPO (2601.05242): functions of other scales and variances weigh alike. The mean that the source subtracts last is
-    0, because each group's sum is. A row whose reward is NaN is in no group's mean or deviation.
+    GDPO (2601.05242): functions of different scales and variances weigh alike. The paper then subtracts the mean,
+    which is 0, because each group sums to 0. A row whose reward is NaN is in no group's mean or deviation.
     """
     rows = [values.where(~rewards.isnan(), torch.nan) for values in rewards_by_function.values()]
     scaled = [group_relative_advantages(values, group_size, "group", eps) for values in rows]
@@ -119,6 +119,6 @@ def gdpo(
 
 
 def _std(rewards: Tensor) -> Tensor:
-    """Standard deviation of each row's known rewards, (n, 1), ddof = 1; NaN of fewer than two."""
+    """Standard deviation of each row's known rewards, (n, 1), ddof = 1; NaN for fewer than two rewards."""
     squares = (rewards - rewards.nanmean(dim=1, keepdim=True)).square()
     return (squares.nansum(dim=1, keepdim=True) / ((~rewards.isnan()).sum(dim=1, keepdim=True) - 1)).sqrt()

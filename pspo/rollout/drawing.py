@@ -1,4 +1,4 @@
-"""The random numbers of a run, and drawing a token: scores at the temperature, the nucleus, and a draw from it."""
+"""A run's random numbers, and how a token is drawn: scale scores by the temperature, find the nucleus, draw from it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.rollout.types import Nucleus, Sampling
 
-MAX_TRIES = 32  # of sampling by rejection: at top_p 0.5 one row in 4e9 needs more
+MAX_TRIES = 32  # tries of rejection sampling: at top_p 0.5 one row in 4e9 needs more
 RACE_MISS = 1e-12  # probability of a draw that `sample_race` may get wrong
 
 
 def torch_states(device: torch.device) -> list[Tensor]:
-    """The states of torch's global generators: the CPU's, and this GPU's."""
+    """The states of torch's global generators: the CPU's, and the GPU's if ``device`` is one."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -28,28 +28,28 @@ def torch_states(device: torch.device) -> list[Tensor]:
 
 
 def set_torch_states(states: list[Tensor], device: torch.device) -> None:
-    """Set them; a GPU's state is left out where there is none."""
+    """Set the states of torch's global generators; a GPU's state is skipped on a CPU."""
     torch.set_rng_state(states[0])
     if len(states) > 1 and device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
 
 
 class Generators:
-    """The sampling's own states of torch's generators; `random_numbers` puts them into the global ones.
+    """States of torch's generators for sampling alone; `random_numbers` puts them into torch's global generators.
 
-    Python's, numpy's and torch's global generators are left to users' code: what a reward, an environment or a loss
-    draws from them, or seeds, changes no completion. Making one seeds all. Its state holds both, on this rank.
+    Users' code (a reward, an environment, a loss) may draw from Python's, numpy's and torch's global generators, or
+    seed them: no completion changes. The constructor seeds both kinds, and `state_dict` saves both, for this rank.
     """
 
     per_rank = True
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device = device
-        self.max_rows = math.inf  # decoded at a time once memory has run out; what is drawn depends on it, too
+        self.max_rows = math.inf  # rows decoded at a time once memory has run out; tokens drawn depend on it
         self.seed(seed)
 
     def seed(self, seed: int, steps: int = 0) -> None:
-        """Seed all, differently by rank and number of steps; rank 0's sampling begins by the seed itself."""
+        """Seed all generators, differently by rank and ``steps``; at step 0, rank 0 samples from ``seed`` itself."""
         mixed = [np.random.SeedSequence((seed, dist.rank(), steps, i)).generate_state(1)[0] for i in (0, 1)]
         is_first = dist.rank() == 0 and steps == 0
         torch.manual_seed(seed if is_first else int(mixed[0]))
@@ -69,7 +69,7 @@ class Generators:
         }
 
     def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any] | None:
-        """A parent's states, unless the seed is another, without the limit that its memory set."""
+        """The parent run's states without its row limit, which its memory set; None if the seed has changed."""
         return None if "run.seed" in changes else state | {"max_rows": math.inf}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ class Generators:
 
 @contextmanager
 def random_numbers(generators: Generators | None) -> Iterator[None]:
-    """Give torch's global generators these states for a `with` block, and keep what they become; nothing for None."""
+    """Run a `with` block on the states of ``generators``, then store the new states there; None changes nothing."""
     if generators is None:
         yield
         return
@@ -99,9 +99,9 @@ def random_numbers(generators: Generators | None) -> Iterator[None]:
 def draw_tokens(
     logits: Tensor, sampling: Sampling, record: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A token (b,) of each row of logits (b, V), from its nucleus; and the scores (b, V) that its log-prob is of.
+    """Tokens (b,), one from the nucleus of each row of logits (b, V); and scores (b, V), which give their log-probs.
 
-    These are at the temperature, float32; over nuclei alone where they are recorded. Temperature 0 takes the likeliest.
+    Scores are float32, at the temperature, and -inf outside recorded nuclei. Temperature 0 takes the likeliest tokens.
     """
     scores = allowed = logits.float() / (sampling.temperature or 1.0)
     if sampling.top_k > 0:
@@ -118,7 +118,7 @@ def sample_nucleus(probs: Tensor, top_p: float) -> Tensor:
     """Draw one token (b,) a row from its nucleus: the tokens with less than top_p of the mass strictly above them.
 
     Takes probabilities (b, V) float32, after temperature. Equally likely tokens at the nucleus' edge all belong to it.
-    On a CPU a token outside is drawn again; where that fails `MAX_TRIES` times, and on a GPU, `sample_race` draws.
+    On a CPU a token outside is drawn again, at most `MAX_TRIES` times. After these, and on a GPU, `sample_race` draws.
     """
     if probs.is_cuda:  # rejection would make the CPU wait for the GPU
         return sample_race(probs, top_p)
@@ -143,11 +143,11 @@ def sample_nucleus(probs: Tensor, top_p: float) -> Tensor:
 
 
 def sample_race(probs: Tensor, top_p: float) -> Tensor:
-    """`sample_nucleus` in a fixed number of operations, without a wait for a GPU: a CUDA graph can hold them.
+    """Draw as `sample_nucleus`, by a fixed number of operations that never wait for a GPU: a CUDA graph can hold them.
 
-    Tokens arrive at exponential times, at the rates ``probs``. Of any set the first to arrive is a draw from that set,
-    so the first inside the nucleus is the token. It is looked for among the first k to arrive, which are all outside
-    with a probability below `RACE_MISS`, and the likeliest token; a bisection finds the least likely one inside.
+    Tokens arrive at exponential times, at the rates ``probs``. The first token of any set to arrive is a draw from
+    that set, so the first arrival inside the nucleus is the token drawn. The candidates are the likeliest token and the
+    first k arrivals, which are all outside with a probability below `RACE_MISS`. A bisection finds the nucleus' edge.
     """
     race = probs / torch.empty_like(probs).exponential_()
     if top_p >= 1:
@@ -157,7 +157,7 @@ def sample_race(probs: Tensor, top_p: float) -> Tensor:
     candidates = torch.cat([arrivals, probs.argmax(dim=1, keepdim=True)], dim=1)  # (b, k + 1)
     p = probs.gather(1, candidates)
     ordered = p.sort(dim=1, descending=True).values
-    inside = torch.zeros_like(candidates[:, :1])  # place of the least likely one that is known to be inside
+    inside = torch.zeros_like(candidates[:, :1])  # place of the least likely candidate known to be inside
     for bit in reversed(range(k.bit_length())):
         place = (inside + (1 << bit)).clamp(max=k)
         above = (probs * (probs > ordered.gather(1, place))).sum(dim=1, keepdim=True)
@@ -167,17 +167,17 @@ def sample_race(probs: Tensor, top_p: float) -> Tensor:
 
 
 def in_nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """The nucleus that `sample_nucleus` draws from, (b, V) bool, of probabilities (b, V) float32."""
+    """(b, V) bool, true in the nucleus that `sample_nucleus` draws from, for probabilities (b, V) float32."""
     if top_p >= 1:
         return probs > 0
     ordered = probs.sort(dim=1, descending=True).values
-    above = ordered.cumsum(dim=1, dtype=torch.float64) - ordered  # of equally likely tokens right at the first
+    above = ordered.cumsum(dim=1, dtype=torch.float64) - ordered  # right at the first of equally likely tokens
     least = ordered.masked_fill(above >= top_p, torch.inf).amin(dim=1, keepdim=True)
     return probs >= least
 
 
 class NucleusRecorder:
-    """Keeps the nuclei that tokens are drawn from, for --algorithm.nucleus replay."""
+    """Records the nuclei that tokens are drawn from, for --algorithm.nucleus replay."""
 
     def __init__(self, completions: Tensor):
         self.counts = torch.zeros_like(completions)  # (B, T), tokens of each nucleus
@@ -185,7 +185,7 @@ class NucleusRecorder:
         self.ids: list[Tensor] = []
 
     def cut(self, top_p: float, live: Tensor, ended: Tensor, column: int, scores: Tensor) -> Tensor:
-        """Record the nuclei of a column's rows (b,) that have not ended; returns scores (b, V), -inf outside nuclei."""
+        """Scores (b, V), -inf outside nuclei; records the nuclei of the rows ``live`` (b,) that have not ended."""
         is_inside = in_nucleus(scores.softmax(dim=1), top_p)
         recorded = is_inside & ~ended[:, None]
         rows, ids = recorded.nonzero(as_tuple=True)

@@ -21,39 +21,39 @@ from pspo.tasks.problem import load_class
 
 
 class Engine(Protocol):
-    """Draws completions with weights of its own; made with the arguments of --rollout.engine, checked, and started.
+    """Draws completions with its own copy of the weights. Made from --rollout.engine, it is checked, then started.
 
-    What fails later raises EngineError.
+    Failures after the start raise EngineError.
     """
 
-    tolerance: float  # nats by which its log-probs may differ from the policy's on average
+    tolerance: float  # nats by which the engine's log-probs may differ from the policy's on average
 
     def check(self) -> None:
-        """Raise ValueError, before anything is loaded, if it cannot work here: its library is missing, say."""
+        """Raise ValueError, before anything is loaded, if the engine cannot work here: without its library, say."""
 
     def start(self, config: TrainConfig, max_tokens: int, device: torch.device) -> None:
-        """Start it on this rank's device, for prompts and completions of ``max_tokens`` together; or ValueError."""
+        """Start on this rank's device, for prompts plus completions of ``max_tokens``; ValueError if that fails."""
 
     def push(self, policy: transformers.PreTrainedModel, version: int) -> None:
-        """Take over the policy's weights; a version is pushed once."""
+        """Take over the policy's weights, unless the engine has this version."""
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
-        """Begin to draw; a later `complete` with the same arguments returns the result."""
+        """Begin to draw; `complete`, called later with the same arguments, returns the result."""
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int
     ) -> tuple[Tensor, Tensor | None]:
-        """(N * group_size, T) completions, padded after their stop token, and their log-probs if the sampling asks."""
+        """(N * group_size, T) completions, padded after their stop token; and log-probs, if ``sampling`` asks."""
 
     def close(self) -> None: ...
 
 
 @dataclass
 class EngineSampler:
-    """Draws by an engine, which gets the learner's weights first; by a model if `How` names one."""
+    """Draws by an engine, to which it first gives the learner's weights; by a model, if `How` names one."""
 
     engine: Engine
-    learner: Any  # with the policy, and the optimizer steps that it has taken
+    learner: Any  # has the policy, and the number of optimizer steps taken
     by_model: PolicySampler
     asked: tuple[Prompts, int, How] | None = None  # the arguments of `begin`, until `complete`
 
@@ -81,7 +81,7 @@ class EngineSampler:
 
 
 def find_engine(spec: dict[str, Any]) -> Engine:
-    """Make the engine of --rollout.engine; raises ValueError if there is none, or it cannot work here."""
+    """Make the engine of --rollout.engine; raises ValueError if its class does not exist, or cannot work here."""
     engine = load_class(spec, "rollout.engine")()
     engine.check()
     return engine
@@ -90,10 +90,10 @@ def find_engine(spec: dict[str, Any]) -> Engine:
 def start_engine(
     engine: Engine, config: TrainConfig, learner: Any, by_model: PolicySampler, prompts: dict[str, Prompts], how: How
 ) -> EngineSampler:
-    """Start an engine for the prompts of all splits, and check that it draws by the policy.
+    """Start an engine for the prompts of all splits, and check that it draws from the policy.
 
-    Raises ValueError if log-probs of a few tokens differ from the policy's by more than `Engine.tolerance` on average:
-    they are not of one model at one temperature.
+    Raises ValueError if the engine's log-probs of a few tokens differ from the policy's by more than `Engine.tolerance`
+    on average: the two then differ in their model or temperature.
     """
     longest = max(len(ids) for split in prompts.values() for ids in split.ids)
     most = completion_columns(config.rollout.max_completion_tokens, config.rollout.environment is not None)
@@ -112,7 +112,7 @@ def start_engine(
         expected = rollout.logprobs(learner.policy, short.temperature).cpu()
     error = (rollout.sampler_logprobs - expected)[rollout.completion_mask].abs().mean().item()
     if not error <= engine.tolerance:
-        fact = f"its log-probs differ from the policy's by {error:.2g} nats on average: they are not of one model"
+        fact = f"its log-probs differ from the policy's by {error:.2g} nats on average: the two differ in their model"
         raise ValueError(f"--rollout.engine {name}: {fact}. Leave --rollout.engine out for this model")
     if not config.run.quiet:
         print(f"engine  {name}: log-probs are the policy's within {error:.1g} nats on average")

@@ -25,7 +25,7 @@ class Prompts:
 
     problems: list[Problem]
     ids: list[list[int]]
-    texts: list[str | Messages] = field(default_factory=list)  # an environment's; [] where they are the problems'
+    texts: list[str | Messages] = field(default_factory=list)  # an environment's prompts; [] without an environment
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -55,10 +55,10 @@ def load_prompts(
     room: float = math.inf,
     make_environment: MakeEnvironment | None = None,
 ) -> Prompts:
-    """Load one split and render its prompts; those over --data.max_prompt_tokens or over ``room`` are dropped.
+    """Load one split and encode its prompts; drop prompts over --data.max_prompt_tokens or ``room`` tokens.
 
-    ``limit`` replaces --data.limit; an environment makes the prompts of the problems. Raises ValueError if none is
-    left, or the split does not exist.
+    ``limit`` replaces --data.limit; an environment writes its own prompts for the problems. Raises ValueError if no
+    prompt is left, or the split does not exist.
     """
     problems = read_problems(config if limit is None else replace(config, limit=limit), split)
     prompts = [problem.prompt for problem in problems]
@@ -87,7 +87,7 @@ def load_prompts(
 
 
 def completion_columns(max_completion_tokens: int, has_environment: bool) -> int:
-    """Tokens that may be drawn after a prompt: a turn of an episode is drawn until the batch's longest one ends."""
+    """Columns that may follow a prompt: each turn of an episode is drawn until the batch's longest turn ends."""
     return 2 * max_completion_tokens if has_environment else max_completion_tokens
 
 
@@ -104,7 +104,7 @@ def prompt_order(n: int, seed: int, first_epoch: int = 0) -> Iterator[int]:
 
 
 class PromptStream:
-    """The training prompts in the order in which a run draws them; ``position`` counts those drawn by all ranks."""
+    """Training prompts in the order in which a run draws them; ``position`` counts the prompts drawn by all ranks."""
 
     def __init__(self, prompts: Prompts, config: TrainConfig) -> None:
         self.prompts = prompts
@@ -114,7 +114,7 @@ class PromptStream:
         self.seek(0)
 
     def next(self, n: int) -> tuple[list[int], Prompts]:
-        """Indices and prompts of the next n; of several ranks, this one's share."""
+        """Indices and prompts of this rank's share of the next n prompts."""
         self.position += n
         indices = list(islice(self.order, n))
         if self.n_ranks > 1:
@@ -123,7 +123,7 @@ class PromptStream:
         return indices, self.prompts.take(indices)
 
     def peek(self, n: int) -> tuple[list[int], Prompts]:
-        """The result of the next call of `next`."""
+        """The result that `next` will return at its next call."""
         position = self.position
         share = self.next(n)
         self.seek(position)
@@ -138,7 +138,7 @@ class PromptStream:
         return {"position": self.position, "fingerprint": self.fingerprint}
 
     def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any] | None:
-        """A parent's position, if it is among the same problems."""
+        """The parent run's position; None if the problems have changed."""
         return None if "data problems" in changes else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

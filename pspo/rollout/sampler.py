@@ -1,4 +1,4 @@
-"""Draw completions: the `Sampler` of a run, and `generate`, which makes a rollout of what a decoder draws."""
+"""Draw completions: the `Sampler` of a run, and `generate`, which makes a rollout of a decoder's completions."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ class How:
     """How a rollout is drawn."""
 
     sampling: Sampling  # greedy at temperature 0
-    model: PreTrainedModel | None = None  # draws; None for a run's engine
-    generators: Generators | None = None  # its random numbers; None for torch's global ones, seeded
+    model: PreTrainedModel | None = None  # the model that draws; None for a run's engine
+    generators: Generators | None = None  # states for sampling; None for torch's global generators
 
 
 class Sampler(Protocol):
-    """What draws rollouts: the policy, an engine or an environment, chosen once by `pspo.run.run.Run`."""
+    """Draws rollouts: by the policy, an engine or an environment; `pspo.run.run.Run` chooses one at its start."""
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
-        """Draw ``group_size`` completions of each prompt. Of a sharded model the weights must be gathered."""
+        """Draw ``group_size`` completions of each prompt. A sharded model's weights must be gathered."""
 
 
 @dataclass(frozen=True)
 class PolicySampler:
-    """Draws by a model, with `generate`."""
+    """Draws rollouts from a model, with `generate`."""
 
     tokenizer: PreTrainedTokenizerBase
     autocast_mode: str = "none"  # --model.autocast of forward passes
-    signals: StopSignals = field(default_factory=StopSignals)  # one that asks the run to stop ends a drawing at once
-    memory: Generators | None = None  # keeps how many rows fit once memory has run out
+    signals: StopSignals = field(default_factory=StopSignals)  # a signal to stop ends a draw at once
+    memory: Generators | None = None  # stores how many rows fit once memory has run out
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
         with random_numbers(how.generators), autocast(self.autocast_mode, how.model.device):
@@ -73,7 +73,8 @@ def generate(
 ) -> Rollout:
     """Draw ``group_size`` completions of each encoded prompt with torch's global generators.
 
-    At most `Sampling.max_rows` rows at a time; if memory runs out, all again by half as many, which ``memory`` keeps.
+    At most `Sampling.max_rows` rows are decoded at a time. If memory runs out, that number is halved, which ``memory``
+    keeps, and all completions are drawn again.
     """
     stop_strings = StopStringCriteria(tokenizer, list(sampling.stop_strings)) if sampling.stop_strings else None
     max_rows = sampling.max_rows if memory is None else min(sampling.max_rows, memory.max_rows)
@@ -99,7 +100,7 @@ def generate(
 
 
 def halve_rows(sampling: Sampling, rows: int, memory: Generators | None) -> Sampling:
-    """Sampling by half as many rows at a time as have just found no memory; later draws keep to it."""
+    """Sampling by half as many rows at a time as ran out of memory; ``memory`` keeps the limit for later draws."""
     rows //= 2
     if memory is not None:
         memory.max_rows = rows
@@ -108,7 +109,7 @@ def halve_rows(sampling: Sampling, rows: int, memory: Generators | None) -> Samp
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> Padded:
-    """Pad token lists to the longest."""
+    """Pad token lists on the left, to the longest."""
     width = max(map(len, prompts))
     ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[False] * (width - len(prompt)) + [True] * len(prompt) for prompt in prompts]
@@ -118,11 +119,11 @@ def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> Padded:
 def completion_texts(
     tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], completions: list[list[int]], stop_ids: Sequence[int]
 ) -> list[str]:
-    """Completions as text, with the `<think>` that ends a template's prompt.
+    """Completions as text; a `<think>` that ends the prompt, by its template, begins the text.
 
-    Of special tokens only those that stop, pad and begin are left out: rewards see tags, special or not.
+    Special tokens that stop, pad or begin are left out. Other special tokens stay, so that rewards see all tags.
     """
-    ends = tokenizer.batch_decode([ids[-10:] for ids in prompts])  # ten tokens hold it in any vocabulary
+    ends = tokenizer.batch_decode([ids[-10:] for ids in prompts])  # ten tokens hold a `<think>` in any vocabulary
     added = tokenizer.added_tokens_decoder
     dropped = {i for i in stop_ids if i in added and added[i].special}
     dropped |= {tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
@@ -147,7 +148,7 @@ def make_rollout(
         is_stop |= torch.stack([stop_strings(ids[:, : t + 1], None) for t in range(width)], dim=1)
     terminated = is_stop.any(dim=1)
     lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
-    width = int(lengths.max())  # on a GPU tokens are drawn on until the next check
+    width = int(lengths.max())  # a GPU draws tokens beyond it until its next check
     mask = torch.arange(width) < lengths[:, None]
     ids = ids[:, :width].where(mask, sampling.pad_id)
     tokens = [row.tolist() for row in ids[mask].split(lengths.tolist())]
@@ -160,8 +161,8 @@ def make_rollout(
 def check_decoding(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, prompts: Prompts, autocast_mode: str
 ) -> None:
-    """Raise ValueError for a model that `check_exactness` refuses, tried on a few prompts."""
-    greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)  # whatever ends them
+    """Raise ValueError if `check_exactness`, tried on a few prompts, refuses the model."""
+    greedy = replace(sampling.greedy(), stop_ids=(), stop_strings=(), max_completion_tokens=4)  # nothing ends them
 
     def decode_greedily(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         return generate(model, tokenizer, prompts, greedy, group_size=2).completion_ids.tolist()
@@ -176,15 +177,15 @@ def make_sampling(
     config: RolloutConfig,
     algorithm: AlgorithmConfig | None = None,
 ) -> Sampling:
-    """Sampling as --rollout says, with the model's own padding, and its stop tokens unless they are named.
+    """Sampling as --rollout says, with the model's pad token, and its stop tokens unless --rollout.stop_tokens is set.
 
-    Log-probs are recorded where ``algorithm`` corrects by them or forms ratios to them, nuclei where it replays them.
+    Log-probs are recorded if ``algorithm`` corrects by them or forms ratios to them; nuclei, if it replays them.
     Raises ValueError if the decoder does not support the model.
     """
     algorithm = algorithm or AlgorithmConfig()
     nucleus = algorithm.nucleus == "replay"
     logprobs = algorithm.ratios_to_engine(config) or algorithm.correction_for(config) != "none"
-    is_recorded = logprobs and config.engine is None  # an engine brings its own
+    is_recorded = logprobs and config.engine is None  # an engine brings its log-probs
     decoder = find_decoder(model, config.decoder, is_recorded, nucleus)
     names = config.stop_tokens
     check_token_ids(model.config, tokenizer, [[tokenizer.pad_token_id]])
@@ -206,7 +207,7 @@ def make_sampling(
 def find_decoder(model: PreTrainedModel, decoder: Decoder, logprobs: bool, nucleus: bool) -> Decoder:
     """The decoder that --rollout.decoder asks for; "auto": the first of graphs (on a GPU), pspo and hf that can draw.
 
-    Says in one line why auto takes a slower one. Raises ValueError if the decoder cannot draw from the model.
+    Prints why auto takes a slower decoder, in one line. Raises ValueError if the decoder cannot draw from the model.
     """
     no_plain_cache = None if has_plain_cache(model) else f"it does not support {type(model).__name__}'s cache"
     faults = {

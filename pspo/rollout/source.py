@@ -1,10 +1,10 @@
-"""Who draws the next rollout that is trained on: a source, by its `next() -> Experience`.
+"""Sources of rollouts: `next() -> Experience` of a source hands out the next rollout to train on.
 
 | --rollout.lag | draws | source | hands out |
 |---|---|---|---|
-| 0 | any | `Now` | the next prompts' rollout, drawn and scored when it is asked for |
-| above 0 | the policy, an environment, or with --rollout.resample | `Lagged` | that of LAG rollouts ago |
-| above 0 | an engine | `Ahead` | the same; the engine draws the next one meanwhile |
+| 0 | any | `Now` | a rollout of the next prompts, drawn and scored in `next` |
+| above 0 | the policy, an environment, or with --rollout.resample | `Lagged` | the rollout drawn LAG rollouts ago |
+| above 0 | an engine | `Ahead` | the same; meanwhile the engine draws the next rollout |
 """
 
 import sys
@@ -38,10 +38,10 @@ class Now:
     stream: PromptStream
     sampler: Sampler
     how: How
-    learner: Any  # with the optimizer steps taken, and the reference model
+    learner: Any  # has the number of optimizer steps, and the reference model
     phase: Callable[[str], AbstractContextManager[None]]  # times "generate" or "reward"; all ranks end together
-    logprobs: Callable[..., Tensor]  # (B, T) of a rollout's rows that would be trained on: (rollout, advantages, model)
-    failures: dict[str, str]  # of each reward that has failed, the first one in one line
+    logprobs: Callable[..., Tensor]  # (rollout, advantages, model) to (B, T), of rows that would be trained on
+    failures: dict[str, str]  # of each reward function that has failed, the first failure in one line
 
     def next(self) -> Experience:
         """Draw a rollout of the next prompts, and score it."""
@@ -53,14 +53,14 @@ class Now:
         return experience
 
     def check_rewards(self, experience: Experience) -> None:
-        """Raise RewardError if no completion has a reward because functions failed."""
+        """Raise RewardError if no completion has a reward because reward functions failed."""
         with self.phase("reward"):
             is_unknown = all(dist.gather_objects(bool(experience.rewards.isnan().all())))
             if is_unknown and experience.reward_failed:
                 raise RewardError(f"every completion of this rollout is without a reward: {self.failures}")
 
     def replace_groups(self, experience: Experience) -> Experience:
-        """Replace groups without a signal by those of new prompts, --rollout.resample times."""
+        """Replace groups without a signal by groups of new prompts, at most --rollout.resample times."""
         algorithm = self.config.algorithm
         for _ in range(self.config.rollout.resample):
             missing = dist.max_over_ranks(experience.has_signal(algorithm).count(False))
@@ -71,7 +71,7 @@ class Now:
         return experience
 
     def draw_groups(self, n: int) -> Experience:
-        """Draw a group for each of the next n prompts, all ranks' together, and score them."""
+        """Draw and score a group for each of the next n prompts, which the ranks share."""
         indices, prompts = self.stream.next(n)
         gathered = dist.unsharded(self.how.model) if self.learner.is_sharded else nullcontext()
         with self.phase("generate"), gathered:
@@ -97,7 +97,7 @@ class Now:
         return self.sampler.draw(prompts, self.config.rollout.group_size, self.how)
 
     def settle(self) -> None:
-        """Wait for a rollout that is being drawn ahead: before states are kept, and before others draw."""
+        """Wait for a rollout that is being drawn ahead; a snapshot of the states needs it complete."""
 
     def add_advantages(self, experience: Experience) -> Experience:
         """The experience with advantages, (B,) or (B, T), by --algorithm.advantages."""
@@ -111,7 +111,7 @@ class Now:
         return replace(experience, advantages=advantages)
 
     def estimate_advantages(self, experience: Experience) -> Tensor:
-        """Advantages by "gdpo" or a function of the user's, which may ask for the reference and its log-probs."""
+        """Advantages by "gdpo" or a user's function, which may ask for the reference model and its log-probs."""
         config = self.config
         prompts = self.stream.prompts.take(experience.prompt_indices)
         problems = [problem for problem in prompts.problems for _ in range(config.rollout.group_size)]
@@ -126,9 +126,9 @@ class Now:
 
 
 def refill(experience: Experience, fresh: Experience, algorithm: AlgorithmConfig) -> Experience:
-    """Replace groups without signal by those of ``fresh`` that have one, until none is left.
+    """Replace groups without a signal by groups of ``fresh`` with one, as far as these go.
 
-    The advantages are left out: some estimators need all rows.
+    The result has no advantages: some estimators need all rows.
     """
     n_groups = len(experience.prompt_indices)
     group_size = len(experience.rewards) // n_groups
@@ -140,7 +140,7 @@ def refill(experience: Experience, fresh: Experience, algorithm: AlgorithmConfig
     indices = torch.tensor(rows)
 
     def select(values: dict[str, list], fresh_values: dict[str, list]) -> dict[str, list]:
-        """The rows' values by name, None where there is none."""
+        """By name, the values of the selected rows; None where a row has no value."""
         selected = {}
         for name in values | fresh_values:
             first = values.get(name, [None] * len(experience.rewards))
@@ -162,7 +162,7 @@ def refill(experience: Experience, fresh: Experience, algorithm: AlgorithmConfig
 
 @dataclass
 class Lagged(Now):
-    """Hands rollouts out --rollout.lag rollouts late; ``waiting`` are this rank's, the oldest first."""
+    """Hands each rollout out --rollout.lag rollouts late; ``waiting`` are this rank's rollouts, the oldest first."""
 
     per_rank = True
     waiting: deque[Experience] = field(default_factory=deque)
@@ -181,7 +181,7 @@ class Lagged(Now):
                 return self.waiting.popleft()
 
     def keep_logprobs(self, experience: Experience) -> Experience:
-        """Give a rollout just drawn the log-probs that later ratios are formed against, the policy's or engine's."""
+        """Give a rollout just drawn the log-probs that later ratios divide by: the policy's, or the engine's."""
         rollout = experience.rollout
         if self.config.algorithm.ratios_to_engine(self.config.rollout):
             old = rollout.sampler_logprobs
@@ -190,13 +190,13 @@ class Lagged(Now):
         return replace(experience, rollout=replace(rollout, behaviour_logprobs=old))
 
     def prefetch(self) -> None:
-        """Begin to draw the next rollout, if something else than the policy draws."""
+        """Begin to draw the next rollout, if an engine draws."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"waiting": list(self.waiting)}
 
     def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any] | None:
-        """A parent's rollouts, if nothing has changed that may ask for different ones."""
+        """The parent run's rollouts; None if a change of the configuration may ask for different rollouts."""
         harmless = switches_with("free") | switches_with("may grow") | {"run.fork_from"}
         return None if changes.keys() - harmless else state
 
@@ -206,7 +206,7 @@ class Lagged(Now):
 
 @dataclass
 class Ahead(Lagged):
-    """Has an engine draw the next rollout while one is trained on; ``prefetched`` is that rollout once complete."""
+    """Has an engine draw the next rollout while the run trains; ``prefetched`` is the next rollout once complete."""
 
     sampler: EngineSampler
     prefetched: Rollout | None = None
@@ -218,18 +218,18 @@ class Ahead(Lagged):
         self.sampler.begin(prompts, rollout.group_size, self.how)
 
     def settle(self) -> None:
-        """Wait for what is being drawn ahead. If that fails on a rank, all drop it, and draw those prompts again."""
+        """Wait for the rollout drawn ahead. If a rank's engine fails, all ranks drop it, and draw its prompts again."""
         if self.sampler.asked is None:
             return
         try:
             self.prefetched = self.sampler.complete()
-        except Exception as error:  # of an engine of a user's, too
+        except Exception as error:  # a user's engine may raise anything
             tqdm.write(f"the engine failed to draw ahead, and is asked again: {error}", file=sys.stderr)
         if dist.max_over_ranks(self.prefetched is None):
             self.prefetched = None
 
     def draw_rollout(self, prompts: Prompts) -> Rollout:
-        """What was drawn ahead for these prompts; otherwise they are drawn now."""
+        """The rollout drawn ahead, if it completes these prompts; otherwise a rollout drawn now."""
         self.settle()
         rollout = self.prefetched
         self.prefetched = None
@@ -247,5 +247,5 @@ def find_source(config: TrainConfig) -> type[Now]:
     """The source that a run's lag and engine ask for."""
     if config.rollout.lag == 0:
         return Now
-    draws_ahead = config.rollout.draws_by_engine and config.rollout.resample == 0  # it first needs the rewards
+    draws_ahead = config.rollout.draws_by_engine and config.rollout.resample == 0  # resampling needs rewards first
     return Ahead if draws_ahead else Lagged

@@ -1,4 +1,4 @@
-"""Settings of sampling, the tensors of a rollout, its rewards, and its rows as the loss sees them."""
+"""Data of a rollout: the settings of sampling, tensors, rewards and advantages, and the rows that the loss takes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -25,7 +25,7 @@ def cat_padded(parts: Sequence[Tensor], value: float = 0, side: str = "right") -
 
 @dataclass(frozen=True)
 class Sampling:
-    """Everything that shapes the sampled distribution, and where completions end; `make_sampling` finds the tokens."""
+    """Settings of the sampled distribution and of where completions end; `make_sampling` finds the stop tokens."""
 
     stop_ids: Sequence[int]  # tokens that end a completion, and are part of it
     pad_id: int
@@ -34,10 +34,10 @@ class Sampling:
     top_k: int = 0
     max_completion_tokens: int = 128
     stop_strings: Sequence[str] = ()  # texts that end a completion, with the token that completes them
-    max_rows: int = 256  # decoded at a time
-    decoder: Decoder = "pspo"  # of `pspo.rollout.decode`, "graphs" or "hf"; `make_sampling` chooses for "auto"
-    logprobs: bool = False  # keep those that the tokens were sampled with; not with decoder "hf"
-    nucleus: bool = False  # keep the tokens that each was drawn from, over which log-probs are renormalised; not "hf"
+    max_rows: int = 256  # rows that are decoded at a time
+    decoder: Decoder = "pspo"  # "pspo" (`decode`), "graphs" or "hf"; `make_sampling` chooses for "auto"
+    logprobs: bool = False  # record the log-probs that tokens were drawn by; not with decoder "hf"
+    nucleus: bool = False  # record nuclei, over which log-probs are renormalised; not with decoder "hf"
 
     def greedy(self) -> "Sampling":
         return replace(self, temperature=0.0, logprobs=False, nucleus=False)
@@ -47,17 +47,17 @@ class Sampling:
 class Nucleus:
     """The tokens that each completion token was drawn from."""
 
-    ids: list[Tensor]  # B tensors int64: the kept tokens of a row's columns, one column after the other
-    counts: Tensor  # (B, T) int64, how many are a column's; 0 after the stop token
+    ids: list[Tensor]  # B tensors int64: the nuclei of a row's columns, one after the other
+    counts: Tensor  # (B, T) int64, the size of each nucleus; 0 after the stop token
 
     def rows(self, indices: Tensor, width: int) -> "Nucleus":
-        """The first ``width`` columns of the rows at ``indices`` (b,) int64."""
+        """Nuclei of the first ``width`` columns of the rows at ``indices`` (b,) int64."""
         counts = self.counts[indices, :width]
         ids = [self.ids[i][:n] for i, n in zip(indices.tolist(), counts.sum(dim=1).tolist(), strict=True)]
         return Nucleus(ids, counts)
 
     def select(self, rows: slice, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids (M,) in the nuclei of the N unmasked tokens of some rows, one after the other, and their counts (N,)."""
+        """Ids (M,) in the nuclei of N unmasked tokens, nucleus after nucleus, and the sizes (N,) of the nuclei."""
         counts = self.counts[rows]
         is_selected = mask.flatten().repeat_interleave(counts.flatten())
         return torch.cat(self.ids[rows])[is_selected], counts[mask]
@@ -68,7 +68,7 @@ class Completions:
     """Completions of N prompts, the rows of one prompt adjacent; log-probs and nuclei on request."""
 
     ids: Tensor  # (N * group_size, T) int64, padded after their stop token
-    logprobs: Tensor | None = None  # (N * group_size, T) float32, at the temperature; over all tokens or kept nuclei
+    logprobs: Tensor | None = None  # (N * group_size, T) float32, at the temperature; over recorded nuclei, if any
     nucleus: Nucleus | None = None
 
 
@@ -79,7 +79,7 @@ class Padded(NamedTuple):
     mask: Tensor  # (N, P) bool
 
 
-# Fields of `Rollout` with a value for each token, and the side on which rows are padded.
+# Metadata of the fields of `Rollout` with a value for each token: the side on which rows are padded.
 PROMPT = {"side": "left"}
 COMPLETION = {"side": "right"}
 
@@ -93,11 +93,11 @@ class Rollout:
     completion_ids: Tensor = field(metadata=COMPLETION)  # (B, T) int64
     completion_mask: Tensor = field(metadata=COMPLETION)  # (B, T) bool, true through the first stop token inclusive
     terminated: Tensor  # (B,) bool, false where the completion hit the token limit
-    texts: list[str]  # see `completion_texts`; they begin with a `<think>` that their prompt ends with
+    texts: list[str]  # by `completion_texts`: a `<think>` that ends the prompt begins the text
     sampler_logprobs: Tensor | None = field(default=None, metadata=COMPLETION)  # (B, T) float32, before the nucleus cut
-    nucleus: Nucleus | None = None  # that the tokens were drawn from; it and the log-probs if `Sampling` asks
+    nucleus: Nucleus | None = None  # nuclei of the tokens; recorded, as the log-probs, if `Sampling` asks
     sampled_mask: Tensor | None = field(default=None, metadata=COMPLETION)  # (B, T) bool, false at observations
-    environment_rewards: list[float] | None = None  # sum of each episode's rewards; `texts` are last turns then
+    environment_rewards: list[float] | None = None  # each episode's summed rewards; `texts` then hold last turns
     behaviour_logprobs: Tensor | None = field(default=None, metadata=COMPLETION)  # (B, T), of the policy that drew
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class Rollout:
 
     @property
     def loss_mask(self) -> Tensor:
-        """(B, T) bool, true at the completion's tokens that the model drew: those that the loss is about."""
+        """(B, T) bool, true at the completion tokens that the model drew; the loss uses no others."""
         return self.completion_mask if self.sampled_mask is None else self.completion_mask & self.sampled_mask
 
     @property
@@ -139,7 +139,7 @@ class Rollout:
 
     @property
     def token_ids(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """prompt_ids, prompt_mask, completion_ids, completion_mask: what `token_logprobs` takes."""
+        """prompt_ids, prompt_mask, completion_ids, completion_mask: arguments of `token_logprobs`."""
         return self.prompt_ids, self.prompt_mask, self.completion_ids, self.completion_mask
 
     def targets(self, rows: slice) -> Targets:
@@ -148,12 +148,12 @@ class Rollout:
         return Targets(self.completion_ids[rows][mask], nucleus)
 
     def logprobs(self, model: PreTrainedModel, temperature: float) -> Tensor:
-        """(B, T), by a model, see `token_logprobs`; without gradient."""
+        """(B, T) log-probs of the completions by a model, without gradient; see `token_logprobs`."""
         with torch.no_grad():
             return token_logprobs(model, *self.token_ids, temperature, self.targets(slice(None)).nucleus)
 
     def score(self, problems: list[Problem], group_size: int, reward: RewardConfig, step: int, limit: int) -> Scores:
-        """Rewards of completions of B problems, ``group_size`` of each; the lengths are as the token limit counts."""
+        """Rewards of B completions of B problems, ``group_size`` a group; lengths count an environment's tokens."""
         drawn = self.loss_mask.sum(dim=1).tolist()
         return total_rewards(
             reward,
@@ -175,7 +175,7 @@ class Rollout:
 
 
 def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
-    """The rows of all rollouts, one after the other; ValueError if one lacks what another has."""
+    """The rows of all rollouts, one after the other; ValueError if only some of the rollouts have a field."""
     joined = {}
     for part in fields(Rollout):
         values = [getattr(rollout, part.name) for rollout in parts]
@@ -195,14 +195,14 @@ def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
 
 
 def without_truncated(rollout: Rollout) -> Rollout:
-    """The rollout as the loss sees it under --algorithm.mask_truncated: no token of rows that hit the limit."""
+    """The rollout for the loss under --algorithm.mask_truncated: all tokens of rows that hit the limit are masked."""
     return replace(rollout, completion_mask=rollout.completion_mask & rollout.terminated[:, None])
 
 
 def trained_rows(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    """(B,) bool: the rows with a signal, a token in the loss whose advantage, (B,) or (B, T), is not 0.
+    """(B,) bool, true at rows with a signal: a token in the loss whose advantage, (B,) or (B, T), is not 0.
 
-    Others have no gradient but that of terms. Resampling replaces groups without such a row; statistics are of these.
+    Terms of the loss alone give other rows a gradient. Statistics omit them, and resampling replaces groups of them.
     """
     if algorithm.mask_truncated:
         rollout = without_truncated(rollout)
@@ -211,26 +211,26 @@ def trained_rows(rollout: Rollout, advantages: Tensor, algorithm: AlgorithmConfi
 
 @dataclass(frozen=True)
 class Experience:
-    """A rollout of B rows, scored."""
+    """A scored rollout of B rows."""
 
-    prompt_indices: list[int]  # of each group's prompt among the training prompts
+    prompt_indices: list[int]  # of each group, its prompt's index among the training prompts
     rollout: Rollout
     rewards: Tensor  # (B,) float64, NaN if unknown
-    rewards_by_name: dict[str, list[float]]  # B values of each reward function
-    logged: dict[str, list[Any]] = field(default_factory=dict)  # by name B values that reward functions logged, or None
+    rewards_by_name: dict[str, list[float]]  # B values for each reward function
+    logged: dict[str, list[Any]] = field(default_factory=dict)  # by name, B values (or None) logged by reward functions
     advantages: Tensor | None = None  # (B,) or (B, T) float32; None until they are estimated
     reward_failed: bool = False  # a function failed for some of the completions drawn (--reward.on_error none)
-    drawn_rewards: list[float] = field(default_factory=list)  # of all drawn, if --rollout.resample has replaced some
-    drawn_tokens: int = 0  # prompt and completion tokens of these, padding excluded
+    drawn_rewards: list[float] = field(default_factory=list)  # rewards of all rows drawn, if resampling replaced some
+    drawn_tokens: int = 0  # prompt and completion tokens of all rows drawn, if resampling replaced some
 
     def has_signal(self, algorithm: AlgorithmConfig) -> list[bool]:
-        """By group, True if it has a row of `trained_rows`: with group-relative advantages, if its rewards differ."""
+        """By group, True if a row has a signal (`trained_rows`); for group-relative advantages, if rewards differ."""
         rows = trained_rows(self.rollout, self.advantages, algorithm)
         return rows.view(len(self.prompt_indices), -1).any(dim=1).tolist()
 
     @property
     def row_advantages(self) -> list[float]:
-        """B numbers: a row's advantage, or the mean over its tokens."""
+        """B numbers: each row's advantage, or the mean of its tokens' advantages."""
         if self.advantages.dim() == 1:
             return self.advantages.tolist()
         lengths = self.rollout.loss_mask.sum(dim=1).clamp(min=1)
@@ -239,17 +239,17 @@ class Experience:
 
 @dataclass(frozen=True)
 class Batch:
-    """A rollout of B rows, or some rows of one, as the loss sees it."""
+    """B rows of a rollout, with the advantages and log-probs that the loss needs."""
 
     rollout: Rollout
     advantages: Tensor  # (B, 1) or (B, T) float32, on the CPU
-    old_logprobs: Tensor | None = None  # (B, T), what ratios are formed against; None: the pass's own, so that r is 1
+    old_logprobs: Tensor | None = None  # (B, T), denominators of ratios; None: the pass's own log-probs, so r is 1
     ref_logprobs: Tensor | None = None  # (B, T), of the reference model; None if beta is 0
-    indices: Tensor | None = None  # (B,) int64, of the rows in the rollout that they are from; None for a whole one
+    indices: Tensor | None = None  # (B,) int64, the rows' places in the whole rollout; None if all are here
 
     @cached_property
     def lengths(self) -> tuple[list[int], list[int]]:
-        """Tokens of each row's prompt, and of its completion."""
+        """Numbers of tokens of each row's prompt, and of each row's completion."""
         return self.rollout.prompt_mask.sum(dim=1).tolist(), self.rollout.completion_mask.sum(dim=1).tolist()
 
     def rows(self, indices: Tensor) -> "Batch":
