@@ -55,7 +55,7 @@ def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuff
     for part in groups.tensor_split(algorithm.minibatches):
         trained = [group[has_gradient[group]].tolist() for group in part]
         trained = sorted(filter(None, trained), key=lambda rows: -max(lengths[row] for row in rows))
-        trained = trained or [[int(part[0, 0])]]  # gradient 0: without a gradient AdamW skips its update
+        trained = trained or [[int(part[0, 0])]]  # a row of gradient 0: AdamW would skip its update without rows
         sizes = torch.tensor([int(loss_tokens[part.flatten()].sum()), part.numel()])
         if learner.n_ranks > 1:
             sizes = dist.sum_over_ranks(sizes)
@@ -95,7 +95,7 @@ def padded_tokens(learner: Learner, batch: Batch, rows: list[int], config: Train
 def halve_microbatches(
     learner: Learner, batch: Batch, microbatches: list[Batch], config: TrainConfig, error: RuntimeError
 ) -> None:
-    """Halve the limit of tokens after microbatches ran out of memory; raises any other ``error``.
+    """Set the learner's limit to half the largest microbatch if memory ran out; raises any other ``error``.
 
     The loss divides by the minibatch's counts, so the gradient is the same to rounding. Out of memory is raised, too,
     if all microbatches are single rows, or with shards, whose ranks must run equally many passes.

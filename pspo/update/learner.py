@@ -1,4 +1,4 @@
-"""Learner: all that an optimizer step changes."""
+"""Learner: the models, optimizer and schedule that optimizer steps use and change."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def drawn_logprobs(
 
 
 def reference_logprobs(learner: Learner, batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> Tensor:
-    """(B, T) log-probs of a rollout by the reference model, first replaced if --algorithm.reference_every says so."""
+    """(B, T) log-probs of a rollout by the reference model, replaced first if --algorithm.reference_every is due."""
     if config.algorithm.reference_every > 0:
         learner.refresh_reference(config.algorithm.reference_every)
     with learner.reference_model() as reference:

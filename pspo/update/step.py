@@ -64,7 +64,7 @@ def take_step(
     """
     counts = minibatch.counts
     while True:
-        learner.optimizer.zero_grad()  # left by a step that raised, or by passes that ran out of memory
+        learner.optimizer.zero_grad()  # gradients left by a step that raised, or by passes that ran out of memory
         visits = []
         microbatches = split_microbatches(learner, batch, minibatch, config)
         try:

@@ -27,7 +27,7 @@ class Visit:
 
 
 def token_columns(visits: list[Visit]) -> dict[str, Tensor]:
-    """Columns by name, as in `COLUMNS`, of the values (n,) at this rank's unmasked tokens; on the CPU."""
+    """Columns, named as in `COLUMNS`, with the values (n,) at this rank's unmasked tokens, on the CPU."""
     parts = []
     for visit in visits:
         x = visit.inputs
