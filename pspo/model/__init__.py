@@ -1,4 +1,4 @@
-"""The model: loading it, its log-probs, and the fast ways to the same numbers."""
+"""Load the model, and compute its log-probs, by fast ways to the same numbers."""
 
 from pspo.model.adapters import StartingAdapters, fill_adapters, has_adapters
 from pspo.model.device import autocast, default_max_rows, default_microbatch_tokens, is_out_of_memory, to_device

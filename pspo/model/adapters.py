@@ -24,15 +24,15 @@ from pspo.model.find import read_adapter_config
 if TYPE_CHECKING:
     import peft
 
-# Fields that adapter_config.json may set. It is refused where any other field is not PEFT's default: only
+# Fields that adapter_config.json may set. The file is refused if another field differs from PEFT's default: only
 # y = W x + b + s B A x is trained and merged exactly.
 PLAIN_FIELDS = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
 }  # fmt: skip
-# Layers of PEFT and of models that compute W x + b alone; another subclass of nn.Linear may do more. Experts are not
-# among them: PEFT adds their adapters to the weights before each pass, where bf16 rounds them away.
+# Classes of PEFT's and models' layers that compute W x + b alone; other subclasses of nn.Linear may do more. Experts
+# are left out: PEFT adds the adapters of experts to the weights before each pass, where bf16 rounds the adapters away.
 LINEAR_CLASSES = {"Linear", "Conv1D", "FalconLinear"}
 
 
@@ -42,7 +42,7 @@ def has_adapters(policy: PreTrainedModel) -> bool:
 
 
 class StartingAdapters:
-    """Reference model of a policy with adapters, for a `with` block: the policy with the adapters it had when made."""
+    """Reference model for a `with` block: the policy with the adapters that it had when this object was made."""
 
     def __init__(self, policy: PreTrainedModel):
         self.policy = policy
@@ -58,16 +58,16 @@ class StartingAdapters:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the policy's adapters and those it started with."""
+        """Exchange the policy's adapters and the stored ones."""
         for adapter, stored in zip(self.adapters, self.start, strict=True):
             current = adapter.clone()
             adapter.copy_(stored)
             stored.copy_(current)
-        torch.clear_autocast_cache()  # which holds bf16 copies of the adapters
+        torch.clear_autocast_cache()  # the cache holds bf16 copies of the adapters
 
 
 def adapter_config(config: ModelConfig) -> peft.LoraConfig:
-    """PEFT's configuration of a folder's adapters, or of new ones; ValueError for a folder's that are no plain LoRA."""
+    """PEFT's configuration of a folder's adapters, or of new ones; ValueError if the folder's are not plain LoRA."""
     import peft
 
     lora = config.lora
@@ -79,7 +79,7 @@ def adapter_config(config: ModelConfig) -> peft.LoraConfig:
             if name not in PLAIN_FIELDS and value and value != default.get(name):
                 raise ValueError(
                     f"--model.name_or_path {lora.name_or_path}: its adapter_config.json sets {name} to {value!r}; "
-                    "adapters other than plain LoRA's are neither trained nor merged exactly: bring some without it"
+                    "adapters other than plain LoRA's are neither trained nor merged exactly: use adapters without it"
                 )
         adapters = peft.LoraConfig.from_pretrained(lora.name_or_path)
     adapters.base_model_name_or_path = config.name_or_path
@@ -91,7 +91,7 @@ def adapter_config(config: ModelConfig) -> peft.LoraConfig:
 
 
 def add_adapters(policy: PreTrainedModel, adapters: peft.LoraConfig) -> None:
-    """Freeze a model and put float32 adapters into it, without dropout; `fill_adapters` gives them values."""
+    """Freeze a model and put float32 adapters into it, without dropout; `fill_adapters` sets their values."""
     from peft import inject_adapter_in_model
 
     try:
@@ -108,7 +108,7 @@ def add_adapters(policy: PreTrainedModel, adapters: peft.LoraConfig) -> None:
 
 
 def check_layers(policy: PreTrainedModel) -> None:
-    """Raise ValueError for adapters that cannot be merged: of no linear layer, or of a weight that is shared."""
+    """Raise ValueError if adapters cannot be merged: their layer is not plain linear, or shares its weight."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     uses = Counter(id(weight) for _, weight in policy.named_parameters(remove_duplicate=False))
@@ -116,10 +116,10 @@ def check_layers(policy: PreTrainedModel) -> None:
         if not isinstance(layer, BaseTunerLayer):
             continue
         is_linear = {type(layer).__name__, type(layer.base_layer).__name__} <= LINEAR_CLASSES
-        is_linear = is_linear and not name.endswith(".dt_proj")  # Jamba reads that one's weight, and runs no adapters
+        is_linear = is_linear and not name.endswith(".dt_proj")  # Jamba reads this layer's weight, and runs no adapters
         if not is_linear or uses[id(layer.base_layer.weight)] > 1:
             reason = "has the weight of another layer" if is_linear else "is no plain linear layer"
-            fix = "name others, as [q_proj, k_proj, v_proj, o_proj]"
+            fix = "name other layers, such as [q_proj, k_proj, v_proj, o_proj]"
             raise ValueError(f"{name} {reason}: its adapters could not be merged; {fix}")
 
 
@@ -139,7 +139,7 @@ def read_adapters(folder: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
-    """Set a model's adapters to those of a PEFT folder; without one, A is random, as PEFT's, and B is 0."""
+    """Set a model's adapters to the values in a PEFT folder; without a folder, A is random, as in PEFT, and B is 0."""
     parameters = {name_in_file(name): parameter for name, parameter in trained_parameters(policy).items()}
     values = {name: torch.zeros(parameter.shape) for name, parameter in parameters.items()}
     if source is None:
@@ -157,7 +157,7 @@ def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
 
 
 def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-    """Write the adapters as a PEFT folder; ``weights`` are a sharded model's, gathered."""
+    """Write the adapters as a PEFT folder; ``weights`` are the gathered weights of a sharded model."""
     weights = weights or policy.state_dict()
     adapters = {name_in_file(name): weights[name] for name in trained_parameters(policy)}
     save_file(adapters, folder / "adapter_model.safetensors")
@@ -166,7 +166,7 @@ def save_adapters(policy: PreTrainedModel, folder: Path, weights: dict[str, Tens
 
 @torch.no_grad()
 def merged_weights(policy: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names, weights and buffers of a model with its adapters merged: W + s B A."""
+    """The weights and buffers, by name, of a model with its adapters merged: W + s B A."""
     for name, weight in policy.state_dict().items():
         if ".lora_" in name:
             continue

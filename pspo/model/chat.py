@@ -1,4 +1,4 @@
-"""Chats: rendered with the model's template, with special tokens in what users bring broken up."""
+"""Render chats with the model's template; special tokens in users' texts are broken up."""
 
 import re
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages, check_chat, check_unicode, content_text
 
-PARTS = re.compile(r"""\.text\b|\[['"]text['"]\]""")  # in templates that write the parts of a content
-# Of templates that print the date: a resumed run has the same prompts. It is the one of Llama's without a clock.
+PARTS = re.compile(r"""\.text\b|\[['"]text['"]\]""")  # stands in templates that write the parts of a content
+# Fixes the date that templates print, so that a resumed run has the same prompts; Llama's prints it without a clock.
 CLOCK = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
 
 
@@ -19,10 +19,10 @@ def render_prompts(
     system_prompt: str = SYSTEM_PROMPT,
     tools: list[Any] | None = None,
 ) -> list[str]:
-    """Render prompts, and tools, with the tokenizer's chat template, up to where the assistant begins.
+    """Render prompts, and tools, with the tokenizer's chat template, up to the beginning of the assistant's turn.
 
-    A text is the user turn after the system prompt, if that is not ""; a chat that has a system turn keeps it. Special
-    tokens in texts are broken up. Raises ValueError for a chat that `check_chat` refuses, or if the template fails, as
+    A text becomes a user turn. The system prompt, unless "", begins each chat that has no system turn. Special tokens
+    in texts are broken up. Raises ValueError for a chat that `check_chat` refuses, or if the template fails, as
     some do on a system turn.
     """
     check_unicode(system_prompt, "--data.system_prompt")
@@ -49,7 +49,7 @@ def render_prompts(
 
 
 def join_parts(turn: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
-    """A turn whose content is one text, or one part: some templates write the first part alone."""
+    """The turn with its parts joined into one text, or one part: some templates write the first part alone."""
     if not isinstance(turn.get("content"), list):
         return turn
     text = content_text(turn)
@@ -60,7 +60,7 @@ def break_special_tokens(special: re.Pattern, value: Any) -> Any:
     """Put a blank after the first character of each special token, in a text or in all texts of a chat."""
     if isinstance(value, str):
         broken = special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", value)
-        return special.sub(" ", broken)  # a token of one character
+        return special.sub(" ", broken)  # special tokens of one character remain
     if isinstance(value, list):
         return [break_special_tokens(special, part) for part in value]
     if isinstance(value, dict):
@@ -69,7 +69,7 @@ def break_special_tokens(special: re.Pattern, value: Any) -> Any:
 
 
 def special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern:
-    """Pattern of the special tokens' texts, of several at one place the longest."""
+    """Pattern of the special tokens' texts; where several match, it takes the longest."""
     tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 

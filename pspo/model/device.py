@@ -17,8 +17,8 @@ MICROBATCH_TOKENS = 4096  # on a CPU
 MAX_ROWS = 256
 GPU_BYTES_PER_ROW = 2**27
 ONE_THREAD_PARAMETERS = 2**21
-VARIABLES = {  # of the environment, which libraries read for passes on a CPU
-    "TRANSFORMERS_SDPA_FORCE_GQA": "1",  # else keys and values are copied for every query head
+VARIABLES = {  # environment variables that libraries read for passes on a CPU
+    "TRANSFORMERS_SDPA_FORCE_GQA": "1",  # otherwise keys and values are copied for every query head
     # oneDNN and PyTorch cache primitives of 1,024 shapes each: hundreds of MB. A pass with LoRA needs some 30.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48",
     "LRU_CACHE_CAPACITY": "48",
@@ -34,8 +34,8 @@ def set_variables() -> None:
 def choose_threads(model: PreTrainedModel) -> None:
     """Compute a small model on a CPU by one thread, unless OMP_NUM_THREADS is set.
 
-    In its short passes several threads wait for each other by spinning: beside another process that wants the cores,
-    the embedded models take three to ten times as long.
+    Threads of a short pass wait for each other by spinning. If another process wants the cores meanwhile, the embedded
+    models take three to ten times as long.
     """
     is_small = model.device.type == "cpu" and model.num_parameters() < ONE_THREAD_PARAMETERS
     if is_small and "OMP_NUM_THREADS" not in os.environ:
@@ -63,7 +63,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def default_max_rows(device: torch.device) -> int:
-    """Default of --rollout.max_rows, the rows decoded at a time: on a GPU one for each 128 MiB of its memory."""
+    """Default of --rollout.max_rows, the rows decoded at a time: on a GPU one row for each 128 MiB of memory."""
     if device.type != "cuda":
         return MAX_ROWS
     return max(1, torch.cuda.get_device_properties(device).total_memory // GPU_BYTES_PER_ROW)
@@ -72,9 +72,9 @@ def default_max_rows(device: torch.device) -> int:
 def default_microbatch_tokens(model: PreTrainedModel, recomputes: bool) -> int:
     """Default of --optimizer.microbatch_tokens, the tokens of a forward and backward pass: on a GPU by its memory.
 
-    A power of 2. Activations, by layer and token some 30 bytes for each hidden and 8 for each intermediate feature,
-    take at most 60% of what weights, gradients, AdamW's states and logits leave; 30% if the model is sharded, which
-    cannot try half as many.
+    The number is a power of 2. Activations (in each layer and for each token about 30 bytes a hidden feature, and 8 an
+    intermediate feature) take at most 60% of the memory that weights, gradients, AdamW's states and logits leave; 30%
+    if the model is sharded, which cannot try half as many tokens.
     """
     if model.device.type != "cuda":
         return MICROBATCH_TOKENS
@@ -85,7 +85,7 @@ def default_microbatch_tokens(model: PreTrainedModel, recomputes: bool) -> int:
         states /= dist.world_size()
     config = model.config.get_text_config()
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if not isinstance(intermediate, int):  # one a layer
+    if not isinstance(intermediate, int):  # one number a layer
         intermediate = max(intermediate)
     layer = 30 * config.hidden_size + 8 * intermediate
     values_per_token = config.num_hidden_layers * layer
@@ -97,7 +97,7 @@ def default_microbatch_tokens(model: PreTrainedModel, recomputes: bool) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """True if a GPU's allocator found no memory, or the CPU's, oneDNN's or C++'s."""
+    """True if the error says that memory has run out: on a GPU, or for the CPU's allocator, oneDNN or C++."""
     cpu = ("can't allocate memory", "could not create a primitive", "bad_alloc")
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in cpu)
 

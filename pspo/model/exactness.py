@@ -1,4 +1,4 @@
-"""Check at load that a model's log-probs do not depend on padding or on the batch; nothing else would show it."""
+"""Check at load that a model's log-probs do not depend on padding or on the batch; no later error would show it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ DECODING = "decodes (--rollout.decoder) other tokens than its forward pass finds
 def check_exactness(
     policy: PreTrainedModel, prompts: TokenIds, decode: Callable[[TokenIds], TokenIds], autocast_mode: str = "none"
 ) -> None:
-    """Raise ValueError for a model whose padded groups or greedy decoding differ from its own logits of each row alone.
+    """Raise ValueError if a model's padded groups or greedy decoding differ from its own logits of each row alone.
 
-    ``decode`` maps prompts to the first tokens of two greedy completions of each, adjacent.
+    ``decode`` returns, for prompts, the first tokens of two adjacent greedy completions of each prompt.
     """
     name = type(policy).__name__
     needs_16_bits = "flash" in (policy.config._attn_implementation or "")
@@ -48,11 +48,11 @@ def check_exactness(
 def measure_differences(
     policy: PreTrainedModel, prompts: TokenIds, decode: Callable[[TokenIds], TokenIds]
 ) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-    """Ways in which a model may differ from itself: the fault, nats at n tokens, (n,), and the dtype of the logits."""
+    """For each way in which a model may differ from itself: the fault, nats (n,) at n tokens, and the logits' dtype."""
     tokens = list(islice(cycle(chain.from_iterable(prompts)), 52))
     short = tokens[:3]
     long = tokens[3:27]
-    related = long[:20] + tokens[27:30]  # to the long prompt: a shared beginning
+    related = long[:20] + tokens[27:30]  # shares its beginning with the long prompt
     rows = [(short, tokens[30:38]), (short, tokens[38:41]), (long, tokens[41:46]), (related, tokens[46:52])]
     cases = [(HEAD, rows[2:3]), (GROUPS, rows[:3]), (GROUPS, rows[1:3]), (GROUPS, rows[2:4])]
     for fault, batch in cases:
@@ -70,7 +70,7 @@ def measure_differences(
 def padded_logprobs(policy: PreTrainedModel, rows: list[Row]) -> Tensor:
     """Log-probs (n,) of the completions' tokens, row after row, by `token_logprobs` of one padded batch.
 
-    The padding is a word's token: a pad token's embedding may be 0, which hides that a model reads it.
+    A word's token pads: a pad token's embedding may be 0, which would hide that the model reads padding.
     """
     filler = rows[0][0][0]
     padded = []
@@ -89,5 +89,5 @@ def single_row_logits(policy: PreTrainedModel, row: Row) -> Tensor:
 
 
 def pick_logprobs(logits: Tensor, tokens: list[int]) -> Tensor:
-    """(t,) float32 log-probs of t tokens by logits (t, V)."""
+    """(t,) float32 log-probs of t tokens, from logits (t, V)."""
     return logits.cpu().float().log_softmax(dim=1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)

@@ -45,7 +45,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def resolve_adapters(config: ModelConfig) -> ModelConfig:
-    """The configuration of the model beneath, with these adapters, if --model.name_or_path is a PEFT folder."""
+    """The configuration; if --model.name_or_path is a PEFT folder, that of its base model with these adapters."""
     folder = Path(config.name_or_path)
     if (folder / "adapter_config.json").is_file():
         rule = "must be unset with a PEFT folder, which brings its own"
@@ -62,9 +62,9 @@ def resolve_adapters(config: ModelConfig) -> ModelConfig:
 
 
 def find_default_lr(config: ModelConfig) -> float:
-    """The learning rate by the bytes of a model's weights, as far as known; a model of the hub counts as large.
+    """The default learning rate, by the bytes of the model's weights; a model of the hub counts as large.
 
-    1e-6 is the paper's for Qwen2.5-0.5B and -1.5B. LoRA is best at ten times the rate (Schulman et al. 2025).
+    The paper uses 1e-6 for Qwen2.5-0.5B and -1.5B. LoRA is best at ten times the rate (Schulman et al. 2025).
     """
     config = resolve_adapters(config)
     folder = ASSETS / config.name_or_path
@@ -77,7 +77,7 @@ def find_default_lr(config: ModelConfig) -> float:
 
 
 def load_pretrained(auto_class: Any, model: ModelConfig, **options: Any) -> Any:
-    """Load with one of transformers' Auto classes; raises ValueError if it cannot."""
+    """Load with one of transformers' Auto classes; raises ValueError if loading fails."""
     source = locate(model.name_or_path)
     try:
         return auto_class.from_pretrained(
@@ -107,7 +107,7 @@ def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTr
         if file.is_file():
             tokenizer.chat_template = read_text(file)
     source = f"--model.name_or_path {config.name_or_path}"
-    if not tokenizer("0")["input_ids"]:  # transformers makes an empty one where there is none
+    if not tokenizer("0")["input_ids"]:  # without files transformers makes an empty tokenizer
         raise ValueError(f"{source} has no tokenizer: add its files to the folder")
     if not tokenizer.chat_template:
         raise ValueError(f"{source} has no chat template: add a chat_template.jinja, or use an instruct model")
@@ -121,7 +121,7 @@ def load_tokenizer(config: ModelConfig, data: DataConfig | None = None) -> PreTr
 
 
 def set_template_defaults(template: str, arguments: dict[str, Any]) -> str:
-    """The chat template with defaults for its arguments, saved with it; ValueError for unknown ones."""
+    """The chat template with defaults for its arguments written into it; ValueError for unknown arguments."""
     for name, value in arguments.items():
         is_known = re.search(rf"\b{re.escape(str(name))}\b", template)
         require(is_known, "data.chat_template", f"sets {name}, which the chat template does not ask for", value)
@@ -139,14 +139,14 @@ def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: st
     text_config = load_model_config(config).get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None) or math.inf
     rope = getattr(text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # which switches to other frequencies beyond these, for a whole batch
+    if rope.get("rope_type") == "longrope":  # beyond these it changes its frequencies for a whole batch
         positions = rope["original_max_position_embeddings"]
     require(positions > max_completion_tokens, switch, f"must be below {positions} positions", max_completion_tokens)
     return positions - max_completion_tokens
 
 
 def set_dropout(model_config: PretrainedConfig, rates: PretrainedConfig | None = None) -> PretrainedConfig:
-    """Set every dropout of a configuration to 0, or to the rate in another one; returns the configuration."""
+    """The configuration itself, with every dropout set to 0, or to the rate in the configuration ``rates``."""
     text_rates = None if rates is None else rates.get_text_config()
     for part, other in ((model_config, rates), (model_config.get_text_config(), text_rates)):
         for name, value in vars(part).items():
@@ -158,7 +158,7 @@ def set_dropout(model_config: PretrainedConfig, rates: PretrainedConfig | None =
 def token_ids(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str], switch: str = "rollout.stop_tokens"
 ) -> list[int]:
-    """Ids of tokens by their texts; raises ValueError for one that the tokenizer does not have."""
+    """Ids of tokens by their texts; raises ValueError for a text that is no token of the tokenizer."""
     vocabulary = tokenizer.get_vocab()
     for token in tokens:
         if token not in vocabulary:
@@ -169,7 +169,7 @@ def token_ids(
 def stop_token_ids(model: transformers.PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end a completion: the model's and the tokenizer's eos, and the chat template's end of a turn.
 
-    They differ for a base model such as Qwen2.5's: its eos ends a document, its template ends a turn by <|im_end|>.
+    These differ for a base model such as Qwen2.5: its eos ends a document, its template ends a turn by <|im_end|>.
     """
     eos = model.generation_config.eos_token_id
     stops = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id, end_of_turn_id(tokenizer)}
@@ -190,7 +190,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def check_token_ids(
     model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]
 ) -> None:
-    """Raise ValueError for a token of the tokenizer that the model does not have, such as a text model's for images."""
+    """Raise ValueError if prompts hold a token that the model does not have, such as one for images."""
     size = model_config.get_text_config().vocab_size
     largest = max(chain.from_iterable(prompts), default=0)
     if largest >= size:

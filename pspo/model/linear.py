@@ -1,8 +1,8 @@
-"""Fast products of linear layers: by oneDNN on a CPU, and of LoRA's adapters in place.
+"""Fast products of linear layers: oneDNN multiplies on a CPU, and LoRA's adapters add to the output in place.
 
-PyTorch multiplies float32 matrices by MKL, which uses AVX2 at most on other makers' CPUs: on an AMD EPYC it is half
-as fast as oneDNN with AVX-512. Same arithmetic, float32 throughout; the order of the sums differs. PEFT casts, scales
-and adds its adapters' output in a pass each over whole activations.
+PyTorch multiplies float32 matrices by MKL, which on CPUs not made by Intel uses AVX2 at most: on an AMD EPYC MKL is
+half as fast as oneDNN with AVX-512. Both compute in float32 throughout, and sum in different orders. PEFT takes three
+passes over whole activations to cast, scale and add its adapters' output.
 """
 
 from functools import cache, partial
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-MIN_MULTIPLICATIONS = 2**22  # of a product: for fewer, the call costs more than it saves
+MIN_MULTIPLICATIONS = 2**22  # fewest in a product by oneDNN: for fewer, the call costs more than it saves
 
 
 def use_fast_products(model: nn.Module, has_adapters: bool) -> None:
-    """Replace the forward passes of linear layers, if the CPU has AVX-512, and of PEFT's adapters of them."""
+    """Replace the forward passes of linear layers on a CPU with AVX-512, and of linear layers with PEFT's adapters."""
     adapted_class = None
     if has_adapters:
         from peft.tuners.lora import Linear as adapted_class
@@ -42,20 +42,20 @@ def onednn_linear(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def gains_by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """True if oneDNN computes x weight^T faster."""
+    """True if oneDNN computes x weight^T faster than PyTorch's default."""
     is_float32 = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
     return is_float32 and x.numel() * weight.shape[0] >= MIN_MULTIPLICATIONS and has_avx512()
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., I) and weight (O, I) to x weight^T + bias, (..., O), by oneDNN where it is faster; without gradient."""
+    """x weight^T + bias, (..., O), of x (..., I) and weight (O, I), without gradient; by oneDNN where faster."""
     if gains_by_onednn(x, weight):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return functional.linear(x, weight, bias)
 
 
 class OneDNNProduct(torch.autograd.Function):
-    """x (..., I) and weight (O, I) to x weight^T + bias, (..., O)."""
+    """`product` with its gradient: x weight^T + bias, (..., O), of x (..., I) and weight (O, I)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -75,7 +75,7 @@ class OneDNNProduct(torch.autograd.Function):
 
 
 def fused_forward(module: Any, x: Tensor) -> Tensor:
-    """x W^T + bias + s (x A^T) B^T of PEFT's adapters of a frozen W, in the dtype of autocast, or of W."""
+    """x W^T + bias + s (x A^T) B^T, for a frozen W with PEFT's adapters; in the dtype of autocast, or else of W."""
     base = module.base_layer
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else base.weight.dtype
@@ -90,7 +90,7 @@ def fused_forward(module: Any, x: Tensor) -> Tensor:
 
 
 class LoraProduct(torch.autograd.Function):
-    """x (..., I), weight (O, I), bias (O,), a (R, I) and b (O, R) to (..., O); no gradient of weight and bias."""
+    """(..., O) from x (..., I), weight (O, I), bias (O,), a (R, I), b (O, R); weight and bias get no gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -32,11 +32,11 @@ transformers.utils.logging.disable_progress_bar()  # its bar for loading weights
 def load_policy(
     config: ModelConfig, device: torch.device | None = None, distributed: DistributedConfig | None = None
 ) -> PreTrainedModel:
-    """The model, ready to train, by default on this process's GPU if it has one; with LoRA all but adapters is frozen.
+    """The model, ready to train, by default on this process's GPU if it has one; with LoRA, only adapters train.
 
     Dropout is off, because old and new log-probs must come from one function; saved models keep its rates. Weights are
     float32 by default, because a step of 1e-6 vanishes in bfloat16. Under fsdp2 each rank reads the whole model into
-    host memory, and keeps its shards. ValueError for a model that cannot be found, or whose weights are
+    host memory, and keeps its shards. Raises ValueError if the model cannot be found, or its weights are
     not those that its config.json describes.
     """
     config = resolve_adapters(config)
@@ -85,13 +85,13 @@ def read_policy(config: ModelConfig, model_config: PretrainedConfig, dtype: torc
             raise ValueError(f"{source}: {fault} {', '.join(sorted(names)[:3])}")
     if getattr(policy, "is_quantized", False):
         raise ValueError(f"{source} is quantised: use it unquantised")
-    if has_adapters(policy):  # which transformers has found, and frozen
+    if has_adapters(policy):  # transformers has found adapters, and frozen them
         raise ValueError(f"{source} holds adapters: name them by a local folder")
     return policy
 
 
 def weights_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype of the weights; of the frozen ones under LoRA."""
+    """The dtype of the weights; under LoRA, of the frozen weights."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     return torch.bfloat16 if casts_to_bf16(config.autocast, device) and config.has_adapters else torch.float32
@@ -106,7 +106,7 @@ def prepare_policy(policy: PreTrainedModel, config: ModelConfig) -> None:
     if policy.device.type == "cpu":
         set_variables()
     use_fast_products(policy, config.has_adapters)
-    if config.gradient_checkpointing:  # by transformers' own switch layers lose their cache
+    if config.gradient_checkpointing:  # transformers' own switch would take the layers' cache away
         layers = [layer for layer in policy.modules() if isinstance(layer, GradientCheckpointingLayer)]
         if not layers:
             raise ValueError(f"--model.gradient_checkpointing does not support {type(policy).__name__}: leave it off")
@@ -117,7 +117,7 @@ def prepare_policy(policy: PreTrainedModel, config: ModelConfig) -> None:
 def write_model(
     policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """Write model or adapters, and tokenizer, into a folder; ``weights`` are a sharded model's, gathered."""
+    """Write tokenizer, and model or adapters, into a folder; ``weights`` are a sharded model's gathered weights."""
     if has_adapters(policy):
         save_adapters(policy, folder, weights)
     else:
@@ -130,6 +130,6 @@ def write_model(
         saved = copy.deepcopy(generation_config)
         stops = stop_token_ids(policy, tokenizer)
         if stops != [saved.eos_token_id]:
-            saved.eos_token_id = stops  # a base model's does not have the end of a turn, where completions end
+            saved.eos_token_id = stops  # a base model's eos does not end a turn, but completions end there
         saved.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     tokenizer.save_pretrained(folder)

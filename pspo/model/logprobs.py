@@ -14,10 +14,10 @@ from pspo import distributed as dist
 from pspo.model.device import to_device
 from pspo.model.shared_prompts import body_states, hidden_states_of_shared_prompts, shares_prompts
 
-CHUNK_BYTES = 2**24  # of float32 logits that are held at a time on a CPU
-GPU_CHUNK_SHARE = 64  # divides a GPU's memory: so much of it is for those logits
-CHUNK_TOKENS = 256  # the fewest in a chunk: each costs a pass over the output embedding's gradient
-CACHED_LOGITS = 2**16  # that stay in a CPU's cache
+CHUNK_BYTES = 2**24  # bytes of float32 logits that are held at a time on a CPU
+GPU_CHUNK_SHARE = 64  # a 64th of a GPU's memory is for the logits held at a time
+CHUNK_TOKENS = 256  # fewest in a chunk: each chunk costs a pass over the output embedding's gradient
+CACHED_LOGITS = 2**16  # logits that stay in a CPU's cache
 
 
 class TokenRows(NamedTuple):
@@ -30,13 +30,13 @@ class TokenRows(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Completion tokens, and the nucleus that each was drawn from: log-probs are renormalised over it. On the CPU."""
+    """Completion tokens and, to renormalise log-probs, the nucleus that each token was drawn from. On the CPU."""
 
     ids: Tensor  # (n,) int64
-    nucleus: tuple[Tensor, Tensor] | None = None  # ids (m,), token after token, and each one's number (n,)
+    nucleus: tuple[Tensor, Tensor] | None = None  # ids (m,), nucleus after nucleus, and nuclei's sizes (n,)
 
     def select(self, tokens: slice) -> Targets:
-        """Some of the tokens."""
+        """The targets of a slice of the tokens."""
         if self.nucleus is None:
             return Targets(self.ids[tokens])
         ids, counts = self.nucleus
@@ -57,14 +57,14 @@ def token_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log pi(completion token | everything before it), in nats: (B, T) float32 (float64 for a float64 model).
 
-    Logits of all rows never exist together: where they are too many, they are computed again in the backward pass.
+    Logits of all rows never exist together: too many are computed in chunks, and again in the backward pass.
 
     Args:
         prompt_ids, prompt_mask: (B, P), left-padded.
         completion_ids, completion_mask: (B, T), right-padded; masked positions get 0.
         temperature: divides the logits, as in the sampling.
         nucleus_ids: the nucleus of each unmasked token, as in `Targets`.
-        with_entropies: also return the entropies (B, T) of the distributions that the log-probs are of.
+        with_entropies: also return the entropies (B, T) of the tokens' distributions.
     """
     rows = TokenRows(prompt_ids.cpu(), prompt_mask.cpu(), completion_ids.cpu(), completion_mask.cpu())
     mask = rows.completion_mask
@@ -80,9 +80,9 @@ def token_logprobs(
 
 
 def hidden_states(model: PreTrainedModel, rows: TokenRows, shared: bool) -> Tensor:
-    """(N, H): the last hidden states, from which the model predicts each unmasked completion token, row after row.
+    """(N, H) last hidden states, from which the model predicts each unmasked completion token, row after row.
 
-    With ``shared`` a prompt is computed once for its rows. A `pspo.rollout.Rollout` has such rows.
+    With ``shared``, adjacent rows of one prompt, as in a `pspo.rollout.Rollout`, compute the prompt once.
     """
     ids = torch.cat([rows.prompt_ids, rows.completion_ids], dim=1)[:, :-1]  # the last token predicts nothing
     mask = torch.cat([rows.prompt_mask, rows.completion_mask], dim=1)[:, :-1].long()
@@ -95,14 +95,14 @@ def hidden_states(model: PreTrainedModel, rows: TokenRows, shared: bool) -> Tens
 
 
 def token_index(mask: Tensor, device: torch.device) -> Tensor:
-    """(N,) int64 on a device: places of the true elements of a mask (B, T) on the CPU, row after row."""
+    """(N,) int64 on a device: flat indices of the true elements of a mask (B, T) on the CPU, row after row."""
     return to_device(mask.flatten().nonzero().squeeze(1), device)
 
 
 def row_chunks(model: PreTrainedModel, mask: Tensor) -> list[tuple[slice, slice]]:
-    """Whole rows of a mask (B, T) whose logits are held at a time, and their places among the N unmasked tokens.
+    """Chunks whose logits are held at a time: whole rows of a mask (B, T), and their slice of the N unmasked tokens.
 
-    A row whose own logits are too many stands alone; `head_logprobs` divides it.
+    A row with too many logits is a chunk by itself, which `head_logprobs` divides.
     """
     most = chunk_tokens(model)
     lengths = mask.sum(dim=1).tolist()
@@ -119,7 +119,7 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of n targets from last hidden states (n, H): (n,) each, float32 or wider, with gradient.
 
-    With ``recompute``, and above `chunk_tokens`, pieces are computed again in the backward pass.
+    With ``recompute``, or if n is above `chunk_tokens`, logits are computed in pieces, and again in the backward pass.
     """
     if recompute or len(hidden) > chunk_tokens(model):
         return recomputed_logprobs(model, hidden, targets, temperature)
@@ -141,7 +141,7 @@ def recomputed_logprobs(model: PreTrainedModel, hidden: Tensor, targets: Targets
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Logits (n, V), which are overwritten, and targets (n,) to log-probs and entropies (n,), float32 or wider.
+    """Log-probs and entropies (n,), float32 or wider, of targets (n,) by logits (n, V), which are overwritten.
 
     Entropies are of the whole distribution, H = -sum_v p_v log p_v.
     """
@@ -152,20 +152,20 @@ class TokenLogprobs(torch.autograd.Function):
         logprobs = probs.new_empty(len(probs))
         entropies = probs.new_empty(len(probs))
         for rows in _cached_rows(probs):
-            shifted = probs[rows]  # (k, V), logits yet
+            shifted = probs[rows]  # (k, V), still logits
             shifted -= shifted.amax(dim=1, keepdim=True)
             target = shifted.gather(1, targets[rows, None]).squeeze(1)
-            shifted.clamp_(min=torch.finfo(shifted.dtype).min)  # of -inf the product below would be NaN
+            shifted.clamp_(min=torch.finfo(shifted.dtype).min)  # -inf would make the product below NaN
             exp = shifted.exp()
             total = exp.sum(dim=1)
             log_total = total.log()
             logprobs[rows] = target - log_total
-            with torch.autocast(probs.device.type, enabled=False):  # which takes dot products in 16 bits on a CPU
+            with torch.autocast(probs.device.type, enabled=False):  # autocast takes dot products in 16 bits on a CPU
                 entropies[rows] = log_total - torch.linalg.vecdot(exp, shifted) / total
             torch.div(exp, total[:, None], out=shifted)  # now probabilities
         ctx.set_materialize_grads(False)
         ctx.logits_dtype = logits.dtype
-        ctx.save_for_backward(targets, entropies, probs)  # which a recomputed piece drops until its backward pass
+        ctx.save_for_backward(targets, entropies, probs)  # a recomputed piece drops these until its backward pass
         return logprobs, entropies
 
     @staticmethod
@@ -185,14 +185,14 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def _cached_rows(logits: Tensor) -> list[slice]:
-    """Rows of logits (n, V) that stay in a CPU's cache together; on a GPU all of them."""
+    """Slices of the rows of logits (n, V) that fit a CPU's cache; on a GPU one slice of all rows."""
     n = len(logits)
     at_a_time = max(1, CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else max(1, n)
     return [slice(start, min(start + at_a_time, n)) for start in range(0, n, at_a_time)]
 
 
 def head_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-    """(..., H) hidden states to (..., V) logits, as the model's own forward does, divided by the temperature."""
+    """(..., V) logits of hidden states (..., H), as by the model's own forward pass, divided by the temperature."""
     head = model.get_output_embeddings()
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     if softcap is None and getattr(head, "bias", None) is None:
@@ -202,7 +202,7 @@ def head_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0
 
 
 def excluded_mask(ids: Tensor, counts: Tensor, logits: Tensor) -> Tensor:
-    """(n, V) bool, true outside the nucleus of each row of logits (n, V), whose ids (m,) and counts (n,) are given."""
+    """(n, V) bool, true outside each row's nucleus; ``ids`` (m,) are nuclei's tokens, ``counts`` (n,) their sizes."""
     nucleus_places = torch.arange(len(counts)).repeat_interleave(counts) * logits.shape[1] + ids
     mask = torch.ones_like(logits, dtype=torch.bool)
     mask.view(-1)[to_device(nucleus_places, logits.device)] = False
@@ -218,6 +218,6 @@ def chunk_tokens(model: PreTrainedModel) -> int:
 
 
 def unflatten(values: Tensor, mask: Tensor) -> Tensor:
-    """(N,) values of the unmasked tokens to (B, T), 0 elsewhere."""
+    """(B, T) values of the unmasked tokens, from values (N,); 0 elsewhere."""
     flat = values.new_zeros(mask.numel()).index_copy(0, token_index(mask, values.device), values)
     return flat.view(mask.shape)

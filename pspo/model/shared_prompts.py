@@ -1,4 +1,4 @@
-"""Prompt sharing: compute what rows have in common once. Same numbers to rounding, less work for long prompts."""
+"""Prompt sharing: compute once what rows have in common. Same numbers to rounding, less work for long prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from pspo import distributed as dist
 from pspo.model.device import to_device
 
-# Models' argument for a cache: transformers renamed it in 5.24, and accepts the first name until 5.40.
+# The name of models' argument for a cache: transformers renamed it in 5.24, and accepts the first name until 5.40.
 CACHE_ARGUMENT = "past_key_values"
 if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
     CACHE_ARGUMENT = "cache"
@@ -27,9 +27,9 @@ def hidden_states_of_shared_prompts(
 ) -> Tensor | None:
     """(B, T, H): last hidden states from the prompts' last column on; None if nothing can be shared.
 
-    First, on a CPU, the beginning of all prompts (the system prompt), then the rest of each prompt for its adjacent
-    rows, then the completions, on a CPU those of like lengths together, each on top of the keys and values of what
-    precedes it, through which gradients flow. Inputs are (B, P + T - 1), on the CPU; ``width`` is P.
+    A CPU first computes the beginning of all prompts (the system prompt). Then come the rest of each prompt, once for
+    its adjacent rows, and the completions, on a CPU in passes of like lengths. Each pass attends to the keys and values
+    of earlier passes, through which gradients flow. Inputs are (B, P + T - 1), on the CPU; ``width`` is P.
     """
     if ids.shape[1] == width:
         return None
@@ -52,13 +52,13 @@ def hidden_states_of_shared_prompts(
 
 
 def passes_by_length(lengths: Tensor, device: torch.device) -> list[Tensor]:
-    """The rows (b,) of each pass, by lengths (B,); on a GPU, where a pass costs more, all in one."""
+    """The rows (b,) of each pass: rows of like lengths (B,); on a GPU, where a pass costs more, all rows in one."""
     order = lengths.argsort(descending=True, stable=True)
     starts = [0]
     if device.type != "cuda":
         sizes = lengths[order].tolist()
         for i, size in enumerate(sizes):
-            padding = (sizes[starts[-1]] - size) * (len(sizes) - i)  # of this row and those after it
+            padding = (sizes[starts[-1]] - size) * (len(sizes) - i)  # of this row and the rows after it
             if padding >= MIN_PADDING:
                 starts.append(i)
     return [rows for rows in order.tensor_split(starts[1:]) if lengths[rows[0]] > 0]
@@ -67,7 +67,7 @@ def passes_by_length(lengths: Tensor, device: torch.device) -> list[Tensor]:
 def body_states(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None = None
 ) -> Tensor:
-    """(b, t, H) last hidden states of tokens (b, t), on top of a cache; the mask (b, T) is of all columns."""
+    """(b, t, H) last hidden states of tokens (b, t), on top of a cache; the mask (b, T) includes cached columns."""
     ids, mask, positions = to_model(model, ids, mask, positions)
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, CACHE_ARGUMENT: cache}
     return model.base_model(**inputs, use_cache=cache is not None).last_hidden_state
@@ -87,9 +87,9 @@ def to_model(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tenso
 
 
 class PassCache(DynamicCache):
-    """Cache of a pass on top of another's, ``below``: a layer that is computed again finds it unchanged.
+    """Cache of a pass that continues an earlier pass, whose cache ``below`` it leaves unchanged for recomputed layers.
 
-    ``rows`` (b,) are the rows of that pass that this one continues; after the ``last`` pass nothing is kept.
+    ``rows`` (b,) are the rows of the earlier pass that this pass continues; the ``last`` pass keeps no layers.
     """
 
     def __init__(
@@ -113,18 +113,18 @@ class PassCache(DynamicCache):
 class SharedPrefix(NamedTuple):
     """The L tokens with which all prompts begin, computed once; L may be 0."""
 
-    cache: PassCache  # for a pass of what follows these tokens, columns L and later
-    mask: Tensor  # for that pass: the prefix takes columns 0 to L - 1 of every row, and its own copy later is masked
+    cache: PassCache  # for a pass over what follows the prefix: columns L and later
+    mask: Tensor  # for that pass: in every row columns 0 to L - 1 hold the prefix, and the row's own copy is masked
     length: int
 
 
 def share_prefix(
     model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, mask: Tensor, positions: Tensor
 ) -> SharedPrefix:
-    """Compute the common beginning of left-padded prompts (n, P) once, on a CPU, if it has MIN_PREFIX tokens.
+    """On a CPU, compute the common beginning of left-padded prompts (n, P) once, if it has MIN_PREFIX tokens.
 
     A GPU gains nothing: another pass costs more, by its kernel launches, than the common beginning in every row.
-    ``mask`` and ``positions``, (b, P + ...), are of the rows that continue the prompts.
+    ``mask`` and ``positions``, (b, P + ...), belong to the rows that continue the prompts.
     """
     cache = PassCache(model)
     if len(prompt_ids) == 1 or model.device.type == "cuda" or not attends_fully(model) or dist.is_sharded(model):
@@ -145,7 +145,7 @@ def share_prefix(
 
 
 def attends_fully(model: PreTrainedModel) -> bool:
-    """True if every layer attends to everything before, wherever padding lies: windows and ALiBi count columns."""
+    """True if every layer attends to all earlier tokens, wherever padding lies; windows and ALiBi count columns."""
     config = model.config.get_text_config()
     windows = "local" in getattr(config, "attention_layers", ())  # GPT-Neo's, which its cache does not show
     alibi = getattr(config, "alibi", config.model_type in ("bloom", "mpt"))
@@ -165,5 +165,5 @@ def has_plain_cache(model: PreTrainedModel) -> bool:
 
 
 def shares_prompts(model: PreTrainedModel) -> bool:
-    """True if a pass computes what rows share once; not of a sharded model, whose ranks must run equal passes."""
+    """True if passes compute once what rows share; not for a sharded model, whose ranks must run equal passes."""
     return has_plain_cache(model) and not dist.is_sharded(model)
