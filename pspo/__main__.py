@@ -19,7 +19,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run a command."""
+    """Run the command that the arguments name, or print help or the version."""
     command, *args = sys.argv[1:] or ["--help"]
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a user's own losses and rewards lie there; `python -m` does the same

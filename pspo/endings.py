@@ -19,12 +19,12 @@ EXIT_INTERRUPTED = 130
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """Raise what the block raises on any rank, on all of them, a stop first: Stopped, EngineError or UserCodeFailed."""
+    """Raise on all ranks what the block raises on any: Stopped if there is one, else EngineError or UserCodeFailed."""
     failure = reason = None
     try:
         yield
     except (Exception, SystemExit, Stopped) as error:  # a user's code may raise anything
-        if isinstance(error, RunFailed) or is_out_of_memory(error):  # the first is raised on all ranks
+        if isinstance(error, RunFailed) or is_out_of_memory(error):  # a RunFailed is raised on all ranks anyway
             raise
         failure = error
         reason = error if isinstance(error, Stopped | EngineError) else UserCodeFailed(user_traceback(error))
@@ -36,7 +36,7 @@ def fail_together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def save_at_end(run: Any) -> Iterator[None]:
-    """Save a `Run` that ends early in the block, and say how to go on."""
+    """Save a `Run` that ends early in the block, and say how to resume it."""
     checkpointer = run.checkpointer
     try:
         yield
@@ -52,7 +52,7 @@ def save_at_end(run: Any) -> Iterator[None]:
     except UserCodeFailed as error:
         checkpointer.save_interrupted()
         raise UserCodeFailed(f"{error}\n\n{checkpointer.describe_newest()}") from error.__cause__
-    except (Exception, SystemExit) as error:  # in an update, whose surrogate may be a user's
+    except (Exception, SystemExit) as error:  # raised in an update, whose surrogate may be a user's
         if isinstance(error, RunFailed) or not (isinstance(error, UserCodeError) or user_frames(error)):
             raise
         raise UserCodeFailed(f"{user_traceback(error)}\n\n{checkpointer.describe_newest()}") from error
@@ -60,7 +60,7 @@ def save_at_end(run: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exit_codes(prog: str, memory_advice: str, stopped: int = EXIT_STOPPED) -> Iterator[None]:
-    """End a command by the code of what it raises, by ``stopped`` at a first signal."""
+    """End a command with the exit code of what the block raises; after a first signal, with code ``stopped``."""
     try:
         yield
     except (Stopped, KeyboardInterrupt) as error:
@@ -79,7 +79,7 @@ def exit_codes(prog: str, memory_advice: str, stopped: int = EXIT_STOPPED) -> It
 
 @contextlib.contextmanager
 def user_errors(prog: str) -> Iterator[None]:
-    """Turn ValueError and OSError, errors of the user, into a line and exit code 2; until ranks join, the first's."""
+    """Turn ValueError and OSError, errors of the user, into a line and exit code 2; until ranks join, one prints."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -13,9 +13,9 @@
 | out of memory, with the fewest rows and tokens, too | RuntimeError | nothing more | switches to lower | 1 |
 | another rank is lost, a fault of pspo in a step | any other | nothing more | the traceback | 1 |
 
-The snapshot holds the parts' states when they last matched the weights, at the beginning of a rollout or validation:
-what was being drawn is drawn again. A run without a step saves none. "Nothing more": earlier checkpoints stay. From
-Python the exceptions are raised, without exit codes.
+The snapshot holds the parts' states when they last matched the weights, at the beginning of a rollout or validation: an
+unfinished rollout is drawn again. A run that has taken no step saves no snapshot. "Nothing more" means that earlier
+checkpoints stay. From Python the exceptions are raised, without exit codes.
 """
 
 import os
@@ -29,35 +29,35 @@ _NOT_USER_CODE = (*(f"{folder}{os.sep}" for folder in _FOLDERS), "<frozen")  # p
 
 
 class Stopped(BaseException):
-    """A signal has stopped the run. No Exception: in a forward pass, a library could take that for a failure."""
+    """A signal has stopped the run. It is no Exception, which a library might catch in a forward pass."""
 
 
 class RunFailed(RuntimeError):
-    """A run that cannot continue; everything saved is still there."""
+    """The run cannot continue; everything that was saved is still there."""
 
 
 class UserCodeFailed(RunFailed):
-    """A user's reward, environment, loss or data has failed; the text is the traceback, of the user's frames if any."""
+    """A user's reward, environment, loss or data has failed; the text is the traceback with the user's frames."""
 
 
 class EngineError(RuntimeError):
-    """Failure of an engine, in one line."""
+    """An engine has failed; the text is one line."""
 
 
 class UserCodeError(ValueError):
-    """A user's function cannot be called as it asks to be, or returned something unfit; the text says all."""
+    """A user's function has a parameter that nothing fills, or returned something unfit; no traceback is needed."""
 
 
 class RewardError(UserCodeError):
-    """Of a reward or an environment."""
+    """A `UserCodeError` of a reward or an environment."""
 
 
 class SurrogateError(UserCodeError):
-    """Of a surrogate, or of another function that returns a value of every token."""
+    """A `UserCodeError` of a surrogate, or of another function that returns a value for every token."""
 
 
 class WorkerError(Exception):
-    """An error in a worker process; its text is the traceback there."""
+    """An error in a worker process; the text is the traceback in that process."""
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -73,7 +73,7 @@ def user_traceback(error: BaseException) -> str:
         return str(error)
     if not frames:
         whole = "".join(traceback.format_exception(error)).rstrip()
-        return whole if isinstance(error, ValueError) else f"raised in no code of yours:\n{whole}"  # those say the fix
+        return whole if isinstance(error, ValueError) else f"raised in no code of yours:\n{whole}"  # it says the fix
     lines = ["Traceback (your code):\n", *traceback.format_list(frames)]
     innermost = traceback.extract_tb(error.__traceback__)[-1]
     if frames[-1] != innermost:

@@ -1,6 +1,6 @@
 """The files of a run: JSON and JSON lines, folders, checkpoints and locks.
 
-Files and folders appear whole or not at all: they are written under another name, folders are synced, then renamed. A
+Files and folders appear whole or not at all: they are written under another name, synced (folders) and renamed. A
 checkpoint is such a folder, ``checkpoints/step-000042``, with a manifest of every file's size and SHA-256.
 """
 
@@ -26,12 +26,12 @@ from pspo.errors import RunFailed
 from pspo.tasks.files import plain
 from pspo.terminal import one_line
 
-DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # which damaged content raises
+DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # errors that damaged content raises
 TORCH_WRITE_ERRORS = ("inline_container", "iostream")  # words of the RuntimeError of `torch.save` (2.13) on a full disk
 
 
 def to_jsonl(records: Iterable[dict[str, Any]]) -> str:
-    """One line per record; NaN and infinities become null, because JSON has none, dates and the like text."""
+    """One line per record. NaN and infinities, which JSON lacks, become null; dates and the like become text."""
     return "".join(json.dumps(plain(record), ensure_ascii=False, default=str) + "\n" for record in records)
 
 
@@ -41,7 +41,7 @@ def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a JSON lines file, without a last line that was cut off by a kill; none if there is no file."""
+    """The records of a JSON lines file, without a last line cut off by a kill; [] if there is no file."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [read_object(path, line) for line in lines]
 
@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path, text: bytes) -> dict[str, Any]:
-    """The object that (a line of) a file of JSON holds; ValueError if it is damaged."""
+    """The object in a JSON file or a line of it; ValueError if the text is damaged."""
     with named_damage(path):
         parsed = json.loads(text)
         if not isinstance(parsed, dict):
@@ -61,7 +61,7 @@ def read_object(path: Path, text: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def named_damage(path: Path) -> Iterator[None]:
-    """Raise ValueError, naming the file, where its content is not of the form that was written."""
+    """Raise ValueError, which names the file, if the block finds its content malformed."""
     try:
         yield
     except ValueError as error:
@@ -86,7 +86,7 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Raise RunFailed if a file or folder cannot be written (disk full), and remove what is half there."""
+    """Raise RunFailed if a file or folder cannot be written (disk full), and remove its incomplete parts."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -98,8 +98,8 @@ def write_errors(path: Path) -> Iterator[None]:
 
 
 def remove_leftovers(parent: Path, name: str = "*") -> None:
-    """Finish or undo interrupted saves of a name, by default of all, in a folder."""
-    for leftover in parent.glob(f".{name}.tmp"):  # of `write_text`
+    """Finish or undo interrupted saves of ``name`` (by default, of every name) in the folder ``parent``."""
+    for leftover in parent.glob(f".{name}.tmp"):  # left by `write_text`
         leftover.unlink()
     for old in parent.glob(f".{name}.old"):
         if not (parent / old.name[1:-4]).exists():  # killed between the two renames
@@ -117,7 +117,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        rights = temporary.stat().st_mode & 0o666  # of the umask: safetensors are the owner's alone
+        rights = temporary.stat().st_mode & 0o666  # the umask's: safetensors makes files that the owner alone can read
         for path in (*temporary.rglob("*"), temporary):
             if path.is_file():
                 path.chmod(rights)
@@ -137,7 +137,7 @@ def fsync(path: Path) -> None:
 
 
 def lock_folder(folder: Path, switch: str = "--run.output_dir") -> IO[Any]:
-    """Lock a folder until the returned file is closed, in child processes too; ValueError if another process has it."""
+    """Lock a folder until the returned file is closed, also in child processes; ValueError if another has it."""
     file = (folder / ".lock").open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,13 +148,13 @@ def lock_folder(folder: Path, switch: str = "--run.output_dir") -> IO[Any]:
 
 
 def is_run(folder: Path) -> bool:
-    """True if a run has begun in the folder; an evaluation has a config.yaml, too, but nothing else of a run."""
-    others = (".lock", "metrics.jsonl", "checkpoints/step-*/manifest.json")  # a copy of a run may lack the first
+    """True if a run has begun in the folder; an evaluation has a config.yaml, too, but no other file of a run."""
+    others = (".lock", "metrics.jsonl", "checkpoints/step-*/manifest.json")  # a copied run may lack .lock
     return (folder / "config.yaml").exists() and any(any(folder.glob(name)) for name in others)
 
 
 def check_new_folder(folder: Path) -> None:
-    """Raise ValueError for a run's new folder that holds something else; ``data`` is written before the run begins."""
+    """Raise ValueError if a new run's folder holds anything but ``data``, which is written before the run begins."""
     if not is_run(folder) and any(path.name != "data" for path in folder.glob("[!.]*")):
         raise ValueError(f"--run.output_dir {folder} already holds something, but no run; choose a new folder")
 
@@ -178,7 +178,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def prune(run: Path, keep: int, last: float = math.inf) -> None:
-    """Remove the checkpoints of steps after ``last``, and all but the newest ``keep`` of the others."""
+    """Remove the checkpoints after step ``last``, and of the others all but the newest ``keep``."""
     saved = checkpoints(run)
     later = [folder for folder in saved if step_of(folder) > last]
     for folder in later + saved[len(later) + keep :]:
@@ -197,7 +197,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Name the first file of a checkpoint that is not what was saved; None if all are."""
+    """A message on the first file of a checkpoint that is not what was saved; None if all files are."""
     try:
         files = read_json(folder / "manifest.json")
     except (OSError, ValueError) as error:
@@ -209,7 +209,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def first_undamaged(folders: list[Path]) -> Path | None:
-    """The first undamaged checkpoint; damaged ones before it are named."""
+    """The first undamaged checkpoint, None if there is none; prints damage of those before."""
     for folder in folders:
         damage = find_damage(folder)
         if damage is None:

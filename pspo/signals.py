@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: what they do to a run, to its forks and to the processes that it starts."""
+"""SIGTERM and Ctrl-C: their effects on a run, on its forks and on processes that it starts."""
 
 import ctypes
 import os
@@ -15,15 +15,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, however that ends (Linux only)."""
+    """Have the kernel kill this process when the thread that started it ends in any way (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def replace_handlers(handler: Callable[[int], None]) -> dict[int, Any]:
-    """Handle SIGTERM and SIGINT in this process; returns the handlers before. Nothing in a thread: Python forbids it.
+    """Handle SIGTERM and SIGINT in this process; returns the old handlers, or {} in a thread, where Python forbids it.
 
-    In a fork, such as a `multiprocessing.Pool` makes, the first Ctrl-C does nothing: a terminal sends it there, too.
+    In a fork, such as a `multiprocessing.Pool` makes, a first Ctrl-C does nothing: the terminal sends it to forks, too.
     """
     process = os.getpid()
 
@@ -76,11 +76,11 @@ def restore() -> None:
 
 
 def restore_in_child() -> None:
-    """Give SIGTERM its handler from before: one of Python's may never run in a fork that waits in C, as a pool's do."""
+    """Restore SIGTERM's old handler: a Python handler may never run in a fork that waits in C, as a pool's forks do."""
     handler = signal.getsignal(signal.SIGTERM)
     if hasattr(handler, "terminate"):
         signal.signal(signal.SIGTERM, handler.terminate)
     restore()
 
 
-os.register_at_fork(before=block, after_in_parent=restore, after_in_child=restore_in_child)  # none is lost in between
+os.register_at_fork(before=block, after_in_parent=restore, after_in_child=restore_in_child)  # so no signal is lost

@@ -6,7 +6,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-SECONDS = (10.0, 300.0)  # between two lines, at the beginning and at most; in between a twentieth of the time so far
+SECONDS = (10.0, 300.0)  # least and most between two lines; in between, a twentieth of the elapsed time
 FORMAT = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}"
 
 
@@ -29,7 +29,7 @@ def print_timed(text: str, quiet: bool = False) -> None:
 
 
 class Bar(tqdm):
-    """Progress bar on a terminal, with lines of history above it; elsewhere the lines alone."""
+    """Progress bar on a terminal, with status lines above it; without a terminal, only the lines."""
 
     def __init__(self, quiet: bool = False, **options: Any) -> None:
         self.quiet = quiet
@@ -40,12 +40,12 @@ class Bar(tqdm):
         super().__init__(disable=is_disabled, dynamic_ncols=True, bar_format=FORMAT, **options)
 
     def restart_clock(self) -> None:
-        """Measure speed, and the time that is left, from now on."""
-        self.started = time.monotonic()  # a clock that is never set back, unlike tqdm's, whose times are not shown
+        """Measure the speed and the time left from now on."""
+        self.started = time.monotonic()  # never set back, unlike tqdm's clock, whose times are not shown
         self.printed = 0.0  # seconds after the start
 
     def advance(self, n: int = 1, status: str = "", always: bool = False) -> None:
-        """Count ``n`` more; show ``status`` in a line if one is due, or ``always``, its first part next to a bar."""
+        """Count ``n`` more; show ``status`` in a line when due or ``always``, and its first part beside the bar."""
         self.n += n
         seconds = time.monotonic() - self.started
         left = seconds / max(self.n - self.first, 1) * (self.total - self.n)  # at the speed so far

@@ -1,7 +1,7 @@
 """``tokens.parquet``: what optimizer steps computed at tokens, a table with a row for each visit to a token.
 
-It is a folder with a file per rollout, named by its last step, of the tokens of the rollout's first groups;
-``pandas.read_parquet`` reads it as one table. Runs of pspo and of other trainers are written by this module.
+The table is a folder with a file per rollout, named by the rollout's last step, with the tokens of its first groups.
+``pandas.read_parquet`` reads the folder as one table. The module writes it for runs of pspo and of other trainers.
 """
 
 from pathlib import Path
@@ -14,23 +14,23 @@ COLUMNS = {
     "step": "int32",  # the optimizer step, from 1
     "row": "int32",  # the completion's place among the rollout's lines of samples.jsonl, from 0
     "problem": "int32",  # index of the training problem
-    "sample": "int32",  # of the group's completions
-    "position": "int32",  # in the completion
+    "sample": "int32",  # number among the group's completions, from 0
+    "position": "int32",  # of the token in the completion
     "token_id": "int32",
-    "text": "string",  # that the token adds; empty inside a character of several tokens
-    "logprob": "float32",  # of the policy, before the step
+    "text": "string",  # text that the token adds; empty inside a character of several tokens
+    "logprob": "float32",  # the policy's, before the step
     "old_logprob": "float32",
     "sampler_logprob": "float32",  # missing if the rollout has none
     "reference_logprob": "float32",  # missing without --algorithm.beta
-    "entropy": "float32",  # of the policy's distribution, in nats; under nucleus replay over the nucleus
+    "entropy": "float32",  # of the policy's distribution, in nats; over the nucleus under nucleus replay
     "advantage": "float32",
-    "weight": "float32",  # d surrogate's loss of the token / d logprob, before aggregation
+    "weight": "float32",  # d (the surrogate's loss at the token) / d logprob, before aggregation
 }
-MOST_OPEN = 16  # tokens that are decoded together; a character has at most four, but a model may print half ones
+MOST_OPEN = 16  # tokens decoded together; a character has at most four, but a model may print incomplete ones
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """The text that each token adds to those before it; "" until a character is complete."""
+    """The text that each token adds to the tokens before; "" until a character is complete."""
     texts = []
     context = 0  # first token that is decoded with the next ones: some tokenizers set a space between two
     shown = 0  # tokens whose text is complete
@@ -58,6 +58,6 @@ def write_tokens(run: Path, step: int, parts: list[dict[str, Any]]) -> None:
         tables.append(pa.table({name: columns.get(name, missing) for name in COLUMNS}).cast(schema))
     path = run / TOKENS / f"step-{step:06d}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")  # which readers of the folder pass over
+    temporary = path.with_name(f".{path.name}")  # readers of the folder ignore hidden files
     parquet.write_table(pa.concat_tables(tables), temporary, compression="zstd")
     temporary.rename(path)

@@ -1,8 +1,8 @@
-"""Commands: switches and YAML files become a configuration, user errors one line on stderr.
+"""Turn a command's switches and YAML files into a configuration, and a user's error into one line on stderr.
 
 Every field of a configuration class is a switch (``--rollout.temperature 0.6``); YAML files (``--config file.yaml``)
-hold the same fields by section. What is given later overrides: `put_words` and `put_all` collect values by switch, of
-which `build` reads each by its type, as `pspo.cli.values` says.
+hold the same fields by section. A later switch or file overrides an earlier one: `put_words` and `put_all` collect the
+values by switch, and `build` reads each value by its switch's type with `pspo.cli.values`.
 """
 
 import difflib
@@ -26,18 +26,18 @@ from pspo.tasks.files import local_path
 C = TypeVar("C")
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values, and `DERIVED`
 Changes = dict[str, tuple[Any, Any]]  # values (old, new) by switch
-DERIVED = "derived"  # the switches that were left open, whose values follow from the others
+DERIVED = "derived"  # names the switches left open, whose values follow from other switches
 METHODS = {file.stem: file for file in sorted((Path(__file__).parents[1] / "assets" / "methods").glob("*.yaml"))}
 
 
 def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -> tuple[C, Settings]:
-    """The configuration of switches and YAML files, and as YAML has it; a user's error is one line and exit code 2."""
+    """Return the configuration, and its settings as YAML has them; a user's error is one line and exit code 2."""
     with user_errors(prog):
         return make_config(config_class, prog, sys.argv[1:] if args is None else args, {})
 
 
 def make_config(config_class: type[C], prog: str, words: Sequence[str], given: Settings) -> tuple[C, Settings]:
-    """`parse` words, and nested settings over them; raises ValueError. Prints and exits for --help, --print_config."""
+    """Like `parse`, with ``given`` settings over the words; ValueError for errors. --help and --print_config exit."""
     switches = find_switches(config_class)
     pairs = split_words(words, switches)
     flags = dict(pairs)
@@ -61,7 +61,7 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], given: S
 
 
 def resolve(config: C) -> C:
-    """The configuration with what files decide: a model's learning rate, the kind of answers, the share for a test."""
+    """Fill in what files decide: the model's learning rate, the kind of answers, the share held out for a test."""
     if isinstance(config, TrainConfig) and config.optimizer.lr is None:
         config = replace(config, optimizer=replace(config.optimizer, lr=find_default_lr(config.model)))
     data = getattr(config, "data", None)
@@ -81,13 +81,13 @@ def resolve(config: C) -> C:
 
 
 def default_of(part: Field) -> Any:
-    """A switch's default, as YAML has it; None if it must be given."""
+    """A switch's default, as YAML has it; None if the switch must be given."""
     default = part.default if part.default_factory is MISSING else part.default_factory()
     return None if default is MISSING else yaml_value(default)
 
 
 def build(config_class: type[C], values: dict[str, Any], prefix: str = "") -> C:
-    """The configuration of values by switch; ValueError, naming the switch, for one that is unfit or missing."""
+    """Build the configuration from values by switch; ValueError names a switch whose value is unfit or missing."""
     parts = {}
     for part in fields(config_class):
         switch = f"{prefix}{part.name}"
@@ -101,14 +101,14 @@ def build(config_class: type[C], values: dict[str, Any], prefix: str = "") -> C:
 
 
 def split_words(words: Sequence[str], switches: dict[str, Field]) -> list[tuple[str, str | None]]:
-    """The switches of a command, without their dashes, each with its value if it has one; -h may be a text's value."""
+    """A command's switches without dashes, each with its value or None; -h may be the value of a switch."""
     pairs: list[tuple[str, str | None]] = []
     for word in words:
         last, value = pairs[-1] if pairs else ("", "")
         is_open = value is None and not (word == "-h" and last in switches and switches[last].type is bool)
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
-            name = name.removesuffix(".class_path").replace(".init_args.", ".")  # as config.yaml has a class
+            name = name.removesuffix(".class_path").replace(".init_args.", ".")  # config.yaml's names for a class
             pairs.append((name, value if equals else None))
         elif is_open:
             pairs[-1] = (last, word)
@@ -120,7 +120,7 @@ def split_words(words: Sequence[str], switches: dict[str, Field]) -> list[tuple[
 
 
 def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], switches: dict[str, Field]) -> None:
-    """Put the switches and files of a command over values by switch, in order."""
+    """Override ``values`` by a command's switches and files, in order."""
     for i, (name, text) in enumerate(pairs):
         owner = next((owner for owner in switches if f"{name}.".startswith(f"{owner}.")), None)
         if owner is None and name != "config":
@@ -143,7 +143,7 @@ def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], s
 
 
 def put_all(values: dict[str, Any], given: Settings, switches: dict[str, Field]) -> None:
-    """Put a nested configuration over values by switch; what a run's config.yaml has derived is left open."""
+    """Override ``values`` by a nested configuration; switches in its `DERIVED` are left open."""
     values.update(flat(given, switches))
     values.update({str(switch): None for switch in as_list(given.get(DERIVED))})
     for name in values:
@@ -152,7 +152,7 @@ def put_all(values: dict[str, Any], given: Settings, switches: dict[str, Field])
 
 
 def with_item(old: Any, names: Sequence[str], text: Typed) -> Any:
-    """A value with a text below these names, of a list in its last item; a class that stands alone gets arguments."""
+    """Put a text into a value under nested names, in a list's last item; a class given by name gets arguments."""
     if not names:
         return text
     if isinstance(old, list) and old:
@@ -164,14 +164,14 @@ def with_item(old: Any, names: Sequence[str], text: Typed) -> Any:
 
 
 def unknown_switch(name: str, switches: dict[str, Field]) -> str:
-    """A line on a switch that there is not, with the one that may be meant."""
+    """An error's line for a switch that does not exist, with the switch that may be meant."""
     meant = [switch for switch in switches if f".{name}." in f".{switch}."] + difflib.get_close_matches(name, switches)
     hint = f"; did you mean --{meant[0]}?" if meant else ""
     return f"unrecognized arguments: --{name}{hint}"
 
 
 def print_help(config_class: type, prog: str, topic: str) -> None:
-    """Print what each basic switch is, or each if none is basic; or each of a section, or of all."""
+    """Print the basic switches (all, if none is basic), or those of a section, or with topic "all" every switch."""
     switches = find_switches(config_class)
     methods = f", or {', '.join(METHODS)}" if config_class is TrainConfig else ""
     texts = {
@@ -191,7 +191,7 @@ def print_help(config_class: type, prog: str, topic: str) -> None:
             print(textwrap.fill(text, 110, initial_indent=f"  --{switch:<30} ", subsequent_indent=" " * 35))
 
 
-# --- settings: read, by switch, and compared
+# --- settings: reading them, listing them by switch, comparing them
 
 
 def read_yaml(path: Path) -> Settings:
@@ -204,12 +204,12 @@ def read_yaml(path: Path) -> Settings:
 
 
 def read_config(path: Path) -> Settings:
-    """A nested configuration as it was written into a run's folder."""
+    """The nested configuration in a run's config.yaml."""
     return read(dict, read_yaml(path), "")
 
 
 def flat(config: Settings, whole: Collection[str] | None = None, prefix: str = "") -> dict[str, Any]:
-    """The values of a nested configuration by switch: {"run.seed": 0}; ``whole`` ones, by default mappings, stay."""
+    """Values by switch, {"run.seed": 0}, of a nested configuration; ``whole`` switches, by default mappings, stay."""
     whole = switches_with("mapping") if whole is None else whole
     values = {}
     for name, value in config.items():
@@ -222,7 +222,7 @@ def flat(config: Settings, whole: Collection[str] | None = None, prefix: str = "
 
 
 def differences(old: Settings, new: Settings) -> Changes:
-    """By switch, the values (old, new) that differ between two nested configurations."""
+    """The values (old, new), by switch, that differ between two nested configurations."""
     old_values = flat(old)
     new_values = flat(new)
     pairs = {name: (old_values.get(name), new_values.get(name)) for name in old_values | new_values}
@@ -230,7 +230,7 @@ def differences(old: Settings, new: Settings) -> Changes:
 
 
 def require_same(folder: Path, settings: Settings, may_differ: Callable[[str, Any, Any], bool], fix: str) -> Changes:
-    """The `differences` from the configuration in a folder; ValueError for those (switch, old, new) that may not be."""
+    """The `differences` from the configuration in a folder; ValueError if one is not allowed by ``may_differ``."""
     changes = differences(read_config(folder / "config.yaml"), settings)
     refused = []
     for name, (old, new) in changes.items():
@@ -242,5 +242,5 @@ def require_same(folder: Path, settings: Settings, may_differ: Callable[[str, An
 
 
 def argument_text(value: Any) -> str:
-    """A switch's value as a command takes it."""
+    """A switch's value as the text that a command takes."""
     return value if isinstance(value, str) else json.dumps(value)

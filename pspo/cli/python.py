@@ -1,4 +1,4 @@
-"""Configurations from Python: the arguments of `pspo.train` as the settings that a YAML file would have."""
+"""Configurations from Python: turn the arguments of `pspo.train` into the settings that a YAML file would hold."""
 
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -20,7 +20,7 @@ from pspo.tasks.files import table_records
 def config_from_python(
     file: str | Path | None = None, check: Callable[[TrainConfig], None] = lambda config: None, **sections: Any
 ) -> tuple[TrainConfig, Settings]:
-    """The configuration of `pspo.train`'s arguments over a YAML file, checked before problems are written for it."""
+    """The configuration of `pspo.train`'s arguments over a YAML file; ``check`` runs before problems are written."""
     words = [] if file is None else ["--config", str(file)]
     settings = {name: section_settings(name, section) for name, section in sections.items()}
     data = settings.get("data", {})
@@ -30,11 +30,11 @@ def config_from_python(
     for split in SPLITS:
         if split in data:
             rows = data.pop(split)
-            if hasattr(rows, "num_rows"):  # a datasets.Dataset, its images as bytes
+            if hasattr(rows, "num_rows"):  # a datasets.Dataset, whose images stay bytes
                 rows = table_records(rows.with_format("arrow")[:])
             problems[split] = files.to_jsonl(map(problem_record, rows))
     if problems:
-        data |= {"name": "file", "path": data.get("path", "<problems>")}  # until they are written
+        data |= {"name": "file", "path": data.get("path", "<problems>")}  # until the problems are written
         config, _ = make_config(TrainConfig, "pspo.train", words, yaml_value(settings))
         check(config)
         dist.init(config.distributed.strategy)
@@ -45,7 +45,7 @@ def config_from_python(
 
 
 def section_settings(name: str, section: Any) -> Settings:
-    """The settings of one section, of which the main one may stand alone."""
+    """A section's settings by name; the value of its main switch may stand alone."""
     if isinstance(section, Mapping):
         return dict(section)
     for switch in switches_with("main"):
@@ -69,7 +69,7 @@ def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_problems(output: Path, problems: dict[str, str]) -> str:
-    """Write problems by split into the folder ``data`` of a run; ValueError if it holds others, a run's or a user's."""
+    """Write problems by split into a run's folder ``data``; ValueError if a run's or user's others are there."""
     files.check_new_folder(output)
     folder = output / "data"
     owner_file = folder / ".of_a_run"
@@ -80,7 +80,7 @@ def write_problems(output: Path, problems: dict[str, str]) -> str:
         raise ValueError(f"--run.output_dir {output} has other problems: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
     owner_file.touch()
-    for split in SPLITS:  # also those of a call that failed before its run began
+    for split in SPLITS:  # replaces files of a call that failed before its run began
         (folder / f"{split}.jsonl").unlink(missing_ok=True)
         if split in problems:
             files.write_text(folder / f"{split}.jsonl", problems[split])
@@ -88,8 +88,8 @@ def write_problems(output: Path, problems: dict[str, str]) -> str:
 
 
 def default_output(config: TrainConfig) -> str:
-    """The folder of a run that is given none, such as runs/tiny-base-arithmetic-pspo-20260131-120000-123456."""
+    """The folder of a run without --run.output_dir, such as runs/tiny-base-arithmetic-pspo-20260131-120000-123456."""
     model = Path(config.model.name_or_path).name
-    data = config.data.name.replace("/", "-")  # of a hub id
+    data = config.data.name.replace("/", "-")  # a hub id has a slash
     method = type(config.algorithm.surrogate).__name__.lower()
     return f"runs/{model}-{data}-{method}-{datetime.now():%Y%m%d-%H%M%S-%f}"

@@ -1,8 +1,8 @@
-"""Values of switches: what is given becomes a value by the type of its switch, and a value becomes YAML again.
+"""Values of switches: turn a given value into the type of its switch, and a value into YAML again.
 
-A text is taken as it was typed where the type is a text: from a command, from YAML with or without quotes, and from
-Python. Other types read it, from a command as YAML. Where a list is due, one item may stand alone; in a command, a list
-of texts is a list in brackets of items in quotes, such as ["a", "b"], and anything else is one text: [END].
+A switch of type text takes a text as it was typed: in a command, in YAML with or without quotes, and in Python. For
+other types a command's text is read as YAML. A list's only item may be given without brackets. In a command a list of
+texts needs brackets and quotes, such as ["a", "b"]; anything else is one text, such as [END].
 """
 
 import builtins
@@ -32,13 +32,13 @@ CONSTANTS = {"": None, "~": None, "null": None, "true": True, "false": False, ".
 
 
 class Typed(str):
-    """A text as it was typed, a word of a command or without quotes in YAML: the type of its switch reads it."""
+    """A text as typed, in a command or without quotes in YAML; the type of its switch decides what it means."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Read null, lists, mappings and texts, which are `Typed` without quotes; refuse a key that stands twice."""
+    """Read null, lists, mappings and texts (`Typed` if without quotes); refuse a key that stands twice."""
 
-    yaml_implicit_resolvers: ClassVar = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # merges of mappings
+    yaml_implicit_resolvers: ClassVar = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # << merges mappings
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         names = [key.value for key, _ in node.value]
@@ -57,7 +57,7 @@ _Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
 
 
 def load_yaml(text: str) -> Any:
-    """A YAML text as `_Loader` has it; raises ValueError."""
+    """Read a YAML text by `_Loader`; ValueError if it is not valid."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -65,7 +65,7 @@ def load_yaml(text: str) -> Any:
 
 
 def scalar(text: str) -> Any:
-    """Text without quotes by YAML's rules: null, a truth value, a number such as 1e-6, or else the text."""
+    """What a text without quotes means in YAML: null, a truth value, a number such as 1e-6, or else the text."""
     if text.lower() in CONSTANTS:
         return CONSTANTS[text.lower()]
     if re.match(r"[-+.]*[0-9]", text):
@@ -76,7 +76,7 @@ def scalar(text: str) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write text that `scalar` would read as something else in quotes."""
+    """Write in quotes any text that `scalar` would not read as a text."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if scalar(text) == text else "'")
@@ -90,7 +90,7 @@ def to_yaml(settings: dict[str, Any]) -> str:
 
 
 def read(kind: Any, given: Any, switch: str) -> Any:
-    """A value of this type; raises ValueError, naming the switch, for one that it does not take."""
+    """Read what was given as a value of type ``kind``; ValueError names the switch if the type does not take it."""
     if isinstance(given, Typed):
         given = read_typed(kind, given, switch)
     parts = get_args(kind)
@@ -124,7 +124,7 @@ def read(kind: Any, given: Any, switch: str) -> Any:
 
 
 def read_typed(kind: Any, text: Typed, switch: str) -> Any:
-    """What YAML has for the text; for a type that takes texts the text itself, but for brackets that it takes, too."""
+    """Read a text as YAML; a type of texts gets the text, unless brackets make it a list or mapping of the type."""
     kinds = (kind, *get_args(kind))
     if not any(part in (str, pathlib.Path, list[str]) for part in kinds):
         try:
@@ -132,15 +132,15 @@ def read_typed(kind: Any, text: Typed, switch: str) -> Any:
         except ValueError as error:
             raise ValueError(f"--{switch} {text}: {error}") from error
     if {"[": list, "{": dict}.get(text[:1], str) in map(get_origin, kinds):
-        with contextlib.suppress(ValueError):  # of [qk]_proj
+        with contextlib.suppress(ValueError):  # a text such as [qk]_proj is no list
             value = load_yaml(text)
-            if isinstance(value, dict) or not any(isinstance(item, Typed) for item in value):  # as there is in [END]
+            if isinstance(value, dict) or not any(isinstance(item, Typed) for item in value):  # as [END] has one
                 return value
     return str(text)
 
 
 def as_list(given: Any) -> list[Any]:
-    """The items of a list, of which one may stand alone."""
+    """The items of a list; an only item may stand alone."""
     if isinstance(given, list | tuple):
         return list(given)
     return [] if given is None or given == "" else [given]
@@ -153,7 +153,7 @@ def as_mapping(given: Any, switch: str) -> Mapping[Any, Any]:
 
 
 def read_union(kinds: tuple[Any, ...], given: Any, switch: str) -> Any:
-    """The value of the first type that takes it, a text after others and a list last; else an error of theirs."""
+    """Read by the first type that takes the value, trying text late and lists last; else raise one type's error."""
     if given is None and types.NoneType in kinds:
         return None
     errors = []
@@ -175,7 +175,7 @@ def read_number(kind: type, given: Any, switch: str) -> Any:
 
 
 def make(kind: type, given: Mapping[str, Any], switch: str) -> Any:
-    """An object of a class by its arguments, each of its type; ValueError for arguments that are unfit for it."""
+    """Make an object from arguments, each read by its type; ValueError for arguments that the class does not take."""
     try:
         hints = get_type_hints(kind.__init__)
     except NameError:  # a type that is imported for type checkers alone
@@ -189,7 +189,7 @@ def make(kind: type, given: Mapping[str, Any], switch: str) -> Any:
 
 
 def read_class(base: Any, given: Any, switch: str) -> Any:
-    """An object of a class, or a function, that is named by its import path or, of pspo's classes, by its name."""
+    """Make an object of a class, or find a function, by its import path, or a class of pspo by its name."""
     spec = {"class_path": given} if isinstance(given, str) else given
     is_spec = isinstance(spec, Mapping) and spec.keys() <= {"class_path", "init_args"}
     path = spec.get("class_path") if is_spec else None
@@ -212,7 +212,7 @@ def read_class(base: Any, given: Any, switch: str) -> Any:
 
 
 def class_names(base: Any) -> dict[str, type]:
-    """The classes of pspo that a switch of this type takes, by name."""
+    """The classes of pspo, by name, that a switch of type ``base`` takes."""
     found = {}
     for part in base.__subclasses__():
         found |= class_names(part)
@@ -224,7 +224,7 @@ def class_names(base: Any) -> dict[str, type]:
 def yaml_value(value: Any) -> Any:
     """A value as YAML writes it: a section is a mapping, a function its import path, an object its class and arguments.
 
-    Raises ValueError for what config.yaml could not make again.
+    ValueError if an object could not be made again from config.yaml.
     """
     if isinstance(value, Mapping):
         return {str(name): yaml_value(part) for name, part in value.items()}
@@ -250,8 +250,8 @@ def yaml_value(value: Any) -> Any:
 
 
 def import_path(named: Any) -> str:
-    """The import path of a class or function, by its package where that offers it: pspo.losses.Clip."""
-    if "<" in named.__qualname__:  # a lambda or inside a function
+    """The import path of a class or function, through its package if the package offers it: pspo.losses.Clip."""
+    if "<" in named.__qualname__:  # a lambda, or defined inside a function
         raise ValueError(f"{named!r} has no name that config.yaml could hold: define it at the top of a module")
     package = named.__module__.rpartition(".")[0]
     is_offered = getattr(sys.modules.get(package), named.__qualname__, None) is named

@@ -1,8 +1,8 @@
-"""Checkpointer: saves the state of a run's parts so that a resumed run is the same to the last bit.
+"""Checkpointer: saves the states of a run's parts, so that a resumed run is the same to the last bit.
 
 A checkpoint is a folder ``step-000042``: the model in `save_pretrained` form, or LoRA's adapters in PEFT's;
-``parts.pt``, {name: part.state_dict()}, and by "ranks" a list of the same of parts whose state differs by rank;
-``config.yaml``; and ``manifest.json``. It is the same under every strategy: shards of fsdp2 are gathered.
+``parts.pt``, {name: part.state_dict()}, where "ranks" lists for each rank such states of the parts that differ by rank;
+``config.yaml``; and ``manifest.json``. A checkpoint is the same under every strategy: shards of fsdp2 are gathered.
 """
 
 import shutil
@@ -30,9 +30,9 @@ from pspo.token_table import TOKENS
 class Checkpointer:
     """Saves the parts of a run, by their ``state_dict``, and restores them by their ``load_state_dict``.
 
-    Of a part with ``per_rank = True`` each rank has a state; of others rank 0's is saved. By ``fork_state(state,
-    changes)`` a part says what of a parent's state a fork loads; one without loads all of it. The snapshot is of the
-    parts when they last matched the weights: saved if what comes next is stopped or fails.
+    A part with ``per_rank = True`` has a state on each rank; of any other part, rank 0's state is saved. A part's
+    ``fork_state(state, changes)`` returns what a fork loads of a parent's state; without it, a fork loads all. The
+    snapshot holds the parts' states when they last matched the weights; it is saved if the run is stopped or fails.
     """
 
     def __init__(self, config: TrainConfig, parts: dict[str, Any], output: Path) -> None:
@@ -45,11 +45,11 @@ class Checkpointer:
 
     def take_snapshot(self) -> None:
         """Keep the parts' states."""
-        self.snapshot = {}  # the last one is not of the weights as they are
+        self.snapshot = {}  # the last snapshot does not match the weights any more
         self.snapshot = {name: part.state_dict() for name, part in self.parts.items()}
 
     def save_snapshot(self) -> None:
-        """Save a checkpoint of the weights and the snapshot, and remove older ones; RunFailed if it cannot."""
+        """Save a checkpoint of the weights and the snapshot, and remove old checkpoints; RunFailed if that fails."""
         policy = self.learner.policy
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         if not dist.full_tensor(torch.nn.utils.get_total_norm(trained)).isfinite():
@@ -65,11 +65,11 @@ class Checkpointer:
             with files.whole_folder(folder) as temporary:
                 write_model(policy, self.recorder.tokenizer, temporary, weights)
                 torch.save(states, temporary / "parts.pt")
-                load_states(temporary, mmap=True)  # raises for a state of a user's that could not be loaded
+                load_states(temporary, mmap=True)  # raises if a user's state could not be loaded again
                 shutil.copyfile(self.output / "config.yaml", temporary / "config.yaml")
                 files.write_manifest(temporary)
                 for file in (*self.output.glob("*.jsonl"), *self.output.glob(f"{TOKENS}/*")):
-                    files.fsync(file)  # a resumed run needs their lines up to this checkpoint
+                    files.fsync(file)  # a resumed run needs the records up to this checkpoint
             files.prune(self.output, self.config.run.keep)
 
         dist.run_on_main(write)
@@ -80,7 +80,7 @@ class Checkpointer:
             self.save_snapshot()
 
     def describe_newest(self) -> str:
-        """The newest checkpoint, and what the same command does with it, for messages."""
+        """A message that names the newest checkpoint and says what the same command would do with it."""
         command = f"the same command with --run.output_dir {self.output}"
         newest = files.checkpoints(self.output)
         if not newest:
@@ -100,7 +100,7 @@ class Checkpointer:
         dist.run_on_main(self.cut_back)
 
     def cut_back(self) -> None:
-        """Remove what a run has written after the checkpoint that it resumes from."""
+        """Remove what the run wrote after the checkpoint from which it resumes."""
         steps = self.learner.steps
         files.prune(self.output, self.config.run.keep, steps)
         for name in ("summary.json", "test-after.jsonl", "test-final.jsonl"):
@@ -111,11 +111,11 @@ class Checkpointer:
         for path in (self.output / "metrics.jsonl", self.output / "samples.jsonl"):
             lines = files.read_jsonl(path)
             with files.named_damage(path):
-                lines = [line for line in lines if line["step"] <= self.recorder.first_step]  # not an open rollout's
+                lines = [line for line in lines if line["step"] <= self.recorder.first_step]  # no open rollout's
             files.write_text(path, files.to_jsonl(lines))
 
     def fork(self, parent: Path, settings: Settings) -> None:
-        """Start from another run's checkpoint, and save it as this run's first: it then needs its parent no more.
+        """Start from another run's checkpoint, and save it as this run's first, which makes the parent dispensable.
 
         A user's loss keeps its state if no switch of the losses has changed. ValueError if no step is left.
         """
@@ -126,7 +126,7 @@ class Checkpointer:
             changes["data problems"] = problems
         if "run.seed" in changes:
             self.parts["generators"].seed(self.config.run.seed, states["learner"]["steps"])
-        del states["validator"]  # a fork has validations of its own
+        del states["validator"]  # a fork makes its own validations
         if any(switch.startswith(("algorithm.surrogate", "algorithm.terms")) for switch in changes):
             states = {name: state for name, state in states.items() if not name.startswith("algorithm.")}
         for name, part in self.parts.items():
@@ -143,7 +143,7 @@ class Checkpointer:
         self.save_snapshot()
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Load a checkpoint's weights, and return its states; of another number of ranks without those of each rank."""
+        """Load a checkpoint's weights and return its states, without states by rank if the number of ranks differs."""
         load_weights(self.learner.policy, self.config.model, folder)
         states = load_states(folder)
         ranks = states.pop("ranks")
@@ -157,7 +157,7 @@ class Checkpointer:
 
 @torch.no_grad()
 def load_weights(policy: PreTrainedModel, config: ModelConfig, folder: Path) -> None:
-    """Load a folder's adapters or whole weights into the policy; ValueError if they are not of this model."""
+    """Load a folder's adapters or whole weights into the policy; ValueError if they are of another model."""
     fix = "fork under its model and --model.lora; or train from it, named as a model"
     misfit = ValueError(f"the weights of {folder} are not of this model: {fix}")
     if (folder / "adapter_config.json").exists() != has_adapters(policy):
@@ -176,7 +176,7 @@ def load_weights(policy: PreTrainedModel, config: ModelConfig, folder: Path) -> 
         present = policy.state_dict()
         if {name: values.shape for name, values in weights.items()} != {name: p.shape for name, p in present.items()}:
             raise misfit
-        for name, parameter in present.items():  # into the same memory: other alignment, other sums
+        for name, parameter in present.items():  # into the same memory: another alignment would change sums
             dist.set_parameter(parameter, weights[name])
 
 
@@ -187,7 +187,7 @@ def load_states(folder: Path, mmap: bool = False) -> dict[str, Any]:
 
 
 def save_model(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, record: Any = None) -> None:
-    """Save a model, with its validation's record if any, replacing ``folder`` at once; RunFailed if that fails."""
+    """Save a model and, if given, its validation's record; ``folder`` is replaced at once. RunFailed if that fails."""
     weights = dist.full_state_dict(policy)
 
     def save() -> None:

@@ -1,7 +1,7 @@
 """Merge adapters into their model: ``pspo export --model.name_or_path runs/mine/best --output_dir merged``.
 
-LoRA's matrices A and B of linear layers, in any PEFT folder, are added in float32; --model.dtype names the dtype of the
-base's weights and of the merged ones.
+The product of LoRA's matrices A and B, for linear layers of any PEFT folder, is added to weights in float32. The base
+model is loaded, and the merged model saved, in --model.dtype.
 """
 
 from collections.abc import Sequence

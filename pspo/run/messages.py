@@ -39,7 +39,7 @@ changed {changed_switches(run.settings)}""")
 
 
 def changed_switches(settings: Settings) -> str:
-    """Such as "optimizer.lr 0.003", for each switch that was set to something else than its default, paths aside."""
+    """Switches that differ from their defaults, such as "optimizer.lr 0.003"; paths are left out."""
     hidden = switches_with("no setting") | switches_with("path") | {*settings[DERIVED]}
     defaults = flat(make_config(TrainConfig, "pspo", [], {})[1])
     changed = []
@@ -51,7 +51,7 @@ def changed_switches(settings: Settings) -> str:
 
 
 def print_warnings(config: TrainConfig, prompts: dict[str, Prompts]) -> None:
-    """Warn of training prompts that are also held out, and of a distillation that follows another KL divergence."""
+    """Warn of training prompts that are also held out, and of a distillation by k3, which follows another KL."""
     if not config.reward.functions and config.algorithm.kl_estimator == "k3":
         other = "KL(reference || policy), from tokens of the policy: k2 and unbiased_k3 follow KL(policy || reference)"
         print(f"WARNING: --algorithm.kl_estimator k3 has the gradient of {other}", file=sys.stderr)
@@ -62,7 +62,7 @@ def print_warnings(config: TrainConfig, prompts: dict[str, Prompts]) -> None:
 
 
 def describe_results(summary: Record) -> str:
-    """Tests of the model before training, of the best and of the final one; validation rewards."""
+    """A text of the tests (of the model before training, the best and the final model) and the validation rewards."""
     best_step = summary["best_step"]
     tests = {"before": summary["before"], f"after, step {best_step}": summary["after"]}
     if best_step != summary["optimizer_steps"]:
@@ -86,7 +86,7 @@ def describe_results(summary: Record) -> str:
 
 
 def summary_text(summary: Record) -> str:
-    """Tests and validations, what the run has cost, and where its best model is."""
+    """A text of tests and validations, of what the run has cost, and of where its best model is."""
     model = summary["best_model"]
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, peak memory {summary['peak_memory_gb']:.1f} GiB"
     returned = f"step {summary['best_step']}'s" if summary["best_step"] else "the untrained"

@@ -30,61 +30,61 @@ from pspo.token_table import TOKENS, write_tokens
 from pspo.update.learner import Learner
 from pspo.update.tokens import TokenRecord
 
-MAX_SKIPPED = 10  # optimizer steps in a row
-MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}  # of trackers
+MAX_SKIPPED = 10  # skipped optimizer steps in a row, at which the run fails
+MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}  # by tracker
 
 
 @dataclass
 class OpenRollout:
-    """A rollout from its drawing until its line is written, in between of which it may be validated."""
+    """A rollout from its drawing until its line is written; a validation may come in between."""
 
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
-    steps: list[dict[str, float]] = field(default_factory=list)  # metrics of its optimizer steps, once they are taken
-    line: dict[str, Any] = field(default_factory=dict)  # of metrics, then, too; rank 0's has statistics
+    steps: list[dict[str, float]] = field(default_factory=list)  # metrics of its optimizer steps, once taken
+    line: dict[str, Any] = field(default_factory=dict)  # for metrics.jsonl, begun then; rank 0's has statistics
     samples: list[dict[str, Any]] = field(default_factory=list)  # for samples.jsonl
 
 
 class Rows(NamedTuple):
-    """What is recorded of B completions that were trained on."""
+    """Columns of B values: what is recorded of completions that were trained on."""
 
-    problem: list[int]  # among the training problems
+    problem: list[int]  # index among the training problems
     text: list[str]
     reward: list[float]  # NaN if unknown
     advantage: list[float]
     trained: list[bool]
     tokens: list[int]
     truncated: list[bool]
-    turns: list[int | None]  # of episodes
-    rewards: list[dict[str, float]]  # by function
-    logged: list[dict[str, Any]]  # by functions
+    turns: list[int | None]  # None outside episodes
+    rewards: list[dict[str, float]]  # by reward function
+    logged: list[dict[str, Any]]  # what reward functions logged
 
 
 @dataclass
 class Recorder:
-    """Counts what a run uses, and writes and shows its rollouts."""
+    """Counts the tokens and time of a run, and writes and shows its rollouts."""
 
     config: TrainConfig
     learner: Learner
     tokenizer: PreTrainedTokenizerBase
-    prompts: Prompts  # of training
+    prompts: Prompts  # training prompts
     output: Path
     began: float = field(default_factory=time.perf_counter)
-    tokens: int = 0  # prompts' and completions', of the rollouts that were trained on
-    skipped: int = 0  # optimizer steps in a row, up to now
+    tokens: int = 0  # of prompts and completions of the rollouts that were trained on
+    skipped: int = 0  # optimizer steps skipped in a row, up to now
     rollout: OpenRollout = field(default_factory=OpenRollout)
-    bar: Bar = field(init=False)  # from `start` on, as the tracker
+    bar: Bar = field(init=False)  # `start` sets bar and tracker
     tracker: Any = field(init=False)
-    failures: dict[str, str] = field(default_factory=dict)  # by reward the first error in this process, in a line
+    failures: dict[str, str] = field(default_factory=dict)  # each reward's first error in this process, in one line
 
     def __post_init__(self) -> None:
         n = self.config.run.record_tokens
         if n > 0:
             groups = self.config.rollout.prompts // dist.world_size()
-            left = max(n - groups * dist.rank(), 0)  # after those of the ranks before
+            left = max(n - groups * dist.rank(), 0)  # minus the groups of lower ranks
             self.learner.record = TokenRecord(min(left, groups) * self.config.rollout.group_size)
 
     def start(self, settings: Settings) -> Bar:
-        """Begin to track, and to show progress in the bar that is returned."""
+        """Begin to track and to show progress; returns the progress bar."""
         run = self.config.run
         quiet = run.quiet or not dist.is_main()
         self.bar = Bar(desc="step", unit="step", quiet=quiet, total=run.max_steps, initial=self.first_step)
@@ -94,12 +94,12 @@ class Recorder:
 
     @property
     def elapsed(self) -> float:
-        """Seconds of training and evaluating, those before a resume included."""
+        """Seconds of training and evaluating, including those before a resume."""
         return time.perf_counter() - self.began
 
     @property
     def first_step(self) -> int:
-        """Optimizer steps before those of the rollout that is open."""
+        """Optimizer steps before the open rollout's."""
         return self.learner.steps - len(self.rollout.steps)
 
     @property
@@ -108,18 +108,18 @@ class Recorder:
         return self.learner.steps >= run.max_steps or self.tokens >= (run.max_tokens or math.inf)
 
     def is_due(self, every: int) -> bool:
-        """True if the rollout's steps crossed a multiple of ``every``, or ended the run; with 0 at the end only."""
+        """True if the rollout's steps crossed a multiple of ``every``, or ended the run; for 0 only at the end."""
         return self.limit_reached or (every > 0 and self.first_step // every < self.learner.steps // every)
 
     def record(self, experience: Experience, steps: list[dict[str, float]]) -> None:
-        """Count a rollout that was trained on, begin its line (statistics of all ranks' rows), and write its tokens."""
+        """Count a rollout that was trained on, begin its line (statistics over all ranks), and write its tokens."""
         self.tokens += sum(dist.gather_objects(experience.drawn_tokens or experience.rollout.tokens))
         self.rollout.steps = steps
         line = self.rollout.line = {"step": self.learner.steps, "tokens": self.tokens}
         rows = Rows(*map(dist.gather_on_main, make_rows(experience, self.config)))
         drawn_rewards = dist.gather_on_main(experience.drawn_rewards or experience.rewards.tolist())
         if dist.is_main():
-            line |= rollout_metrics(rows, self.prompts.problems) | steps[-1]  # the most off-policy step
+            line |= rollout_metrics(rows, self.prompts.problems) | steps[-1]  # the last step is the most off-policy one
             line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
             if self.config.rollout.resample > 0:
                 line["resampled_share"] = len(drawn_rewards) / len(rows.text) - 1
@@ -187,7 +187,7 @@ class Recorder:
         return counts | deepcopy(vars(self.rollout))
 
     def fork_state(self, state: dict[str, Any], changes: Changes) -> dict[str, Any]:
-        """A parent's counts, without a rollout that it was yet to validate."""
+        """Return a parent's counts, without a rollout that the parent had not validated yet."""
         return state | vars(OpenRollout())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ def rollout_metrics(rows: Rows, problems: Sequence[Problem]) -> dict[str, float]
     formats = [matches_format(text) for text, is_number in zip(rows.text, has_number, strict=True) if is_number]
     if formats:
         metrics["format_share"] = np.mean(formats)
-    for name in dict.fromkeys(chain(*rows.logged)):  # which differ by rank
+    for name in dict.fromkeys(chain(*rows.logged)):  # names differ by rank
         numbers = [logged[name] for logged in rows.logged if isinstance(logged.get(name), int | float)]
         if numbers:
             metrics[f"logged/{name}"] = np.mean(numbers)
@@ -245,12 +245,12 @@ def rollout_metrics(rows: Rows, problems: Sequence[Problem]) -> dict[str, float]
 
 
 def known(values: list[float]) -> list[float]:
-    """The values without NaN; a single NaN if there is nothing else."""
+    """The values without NaN; a single NaN if no other value is left."""
     return [value for value in values if not math.isnan(value)] or [math.nan]
 
 
 def status(line: dict[str, Any], steps: int) -> str:
-    """A rollout's line in a few numbers, for the progress bar or a log."""
+    """A few numbers of a rollout's line, for the progress bar or a log."""
     seconds = sum(line[f"seconds/{phase}"] for phase in ("generate", "reward", "train"))
     return (
         f"reward {line['reward']:.3f}  loss {line['loss']:.4f}  kl {line['kl_old_new']:.2g}  "
@@ -260,7 +260,7 @@ def status(line: dict[str, Any], steps: int) -> str:
 
 
 class TensorBoard:
-    """A writer of tensorboard's, with the methods of the other trackers."""
+    """Gives tensorboard's writer the methods of the other trackers."""
 
     def __init__(self, writer: Any):
         self.writer = writer
@@ -273,9 +273,9 @@ class TensorBoard:
 
 
 def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int) -> Any:
-    """What has `log(metrics, step)` and `finish()`: of wandb and trackio the module, with a run named as its folder.
+    """Start a tracker and return an object with `log(metrics, step)` and `finish()`: for wandb and trackio, the module.
 
-    A resumed run continues its curves after its ``step``: wandb knows it by the id in its folder, trackio by its name.
+    The run is named as its folder. Resumed, it continues its curves after ``step``: wandb by an id, trackio by name.
     """
     module = importlib.import_module(MODULES[name])
     if name == "tensorboard":

@@ -1,7 +1,7 @@
-"""A run: its parts together, how it starts, as the command ``python -m pspo.train`` or from Python, and how it ends.
+"""A run: how its parts come together, how it starts (by the command ``python -m pspo.train`` or from Python) and ends.
 
-It resumes from its newest undamaged checkpoint under the same configuration; switches that change no number and an
-engine's arguments may differ, and its limits may grow (`pspo.config.Fact`).
+A run resumes from its newest undamaged checkpoint if the configuration is the same. Only switches that change no number
+and an engine's arguments may differ, and limits may grow (`pspo.config.Fact`).
 """
 
 import contextlib
@@ -44,17 +44,17 @@ from pspo.update import drawn_logprobs
 from pspo.update.learner import check_reference, make_learner
 from pspo.update.optimizers import check_optimizer
 
-Summary = dict[str, Any]  # of a run, as in summary.json
-OnRollout = Callable[[Experience, list[dict[str, float]]], None]  # of a rollout and its steps' metrics
+Summary = dict[str, Any]  # a run's summary.json
+OnRollout = Callable[[Experience, list[dict[str, float]]], None]  # called with a rollout and its steps' metrics
 
 
 class Run:
-    """The parts of a run; ``resources`` are closed with it: the folder's lock, the engine."""
+    """The parts of a run; ``resources`` (the folder's lock, the engine) are closed at its end."""
 
     on_rollout: OnRollout | None = None
 
     def __init__(self, config: TrainConfig, settings: Settings, output: Path, resources: contextlib.ExitStack) -> None:
-        """Load data and model, and make the parts; what can be refused without the model is refused before it."""
+        """Load data and model and make the parts; errors that need no model are raised before it is loaded."""
         self.config = config
         self.settings = settings
         self.output = output
@@ -90,7 +90,7 @@ class Run:
         self.checkpointer = Checkpointer(config, self.parts(), output)
 
     def make_sampler(self, engine: Engine | None, inputs: Inputs) -> Sampler:
-        """What draws: the policy, an engine, an environment around either."""
+        """The sampler: the policy, an engine, or an environment's episodes by either."""
         sampler = by_model = PolicySampler(inputs.tokenizer, self.config.model.autocast, self.signals, self.generators)
         if engine is not None:
             self.resources.callback(engine.close)
@@ -98,7 +98,7 @@ class Run:
         return inputs.in_episodes(sampler, self.learner.policy)
 
     def parts(self) -> dict[str, Any]:
-        """What a checkpoint holds the states of, by name."""
+        """The parts, by name, whose states a checkpoint holds."""
         parts = {
             "stream": self.source.stream,
             "learner": self.learner,
@@ -111,13 +111,13 @@ class Run:
         return parts | {f"algorithm.terms.{i}": term for i, term in enumerate(self.config.loss_terms)}
 
     def start(self) -> None:
-        """Start tracker and progress bar; test and validate the model, unless that is done."""
-        self.resources.enter_context(self.recorder.start(self.settings))  # the bar: closed before an error is printed
+        """Start tracker and progress bar; test and validate the model, unless it is tested already."""
+        self.resources.enter_context(self.recorder.start(self.settings))  # closes the bar before an error is printed
         with self.phase("test"):
             self.validator.start()
-        del self.recorder.rollout.seconds["test"]  # no part of a rollout
+        del self.recorder.rollout.seconds["test"]  # the test is no part of a rollout
         self.recorder.bar.restart_clock()
-        if self.recorder.rollout.steps:  # the validation of the last rollout was stopped, or a reward raised in it
+        if self.recorder.rollout.steps:  # the last rollout's validation was stopped or failed
             self.close_rollout()
 
     def begin_rollout(self) -> bool:
@@ -128,7 +128,7 @@ class Run:
         return not self.recorder.limit_reached
 
     def take_snapshot(self) -> None:
-        """Keep the parts' states; this waits for a rollout that is drawn ahead."""
+        """Wait for a rollout that is being drawn ahead, and keep the parts' states."""
         with self.phase("generate"):
             self.source.settle()
             self.checkpointer.take_snapshot()
@@ -144,14 +144,14 @@ class Run:
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
     def conclude_rollout(self, experience: Experience, steps: list[dict[str, float]]) -> None:
-        """Record a rollout that was trained on, by ``steps`` with these metrics; validate and save if due."""
-        self.checkpointer.snapshot = {}  # it is of the weights before these steps
+        """Record a rollout and the metrics of the ``steps`` that it was trained by; validate and save if due."""
+        self.checkpointer.snapshot = {}  # it matches the weights before these steps
         self.recorder.record(experience, steps)
         self.close_rollout()
         if self.on_rollout is not None:
             state = self.generators.state_dict()
             self.on_rollout(experience, steps)
-            self.generators.load_state_dict(state)  # the run is bit for bit the same without it
+            self.generators.load_state_dict(state)  # the callback changes no bit of the run
 
     def close_rollout(self) -> None:
         """Validate if due, write the rollout's line, save if due."""
@@ -167,9 +167,9 @@ class Run:
             self.checkpointer.save_snapshot()
 
     def finish(self) -> Summary:
-        """Save the final model, test it and the best one by validation (step 0's included), and return the summary."""
+        """Save the final model, test it and the best validated one (step 0's counts), and return the summary."""
         self.recorder.bar.close()
-        self.checkpointer.snapshot = {}  # this step is saved; for its test the best model takes the policy's place
+        self.checkpointer.snapshot = {}  # the final model is saved; tests replace the policy's weights by the best
         summary = self.validator.finish() | {
             "output_dir": str(self.output),
             "tokens": self.recorder.tokens,
@@ -187,7 +187,7 @@ class Run:
         return summary
 
 
-# --- how it starts
+# --- how a run starts
 
 
 def make_folder(config: TrainConfig, resources: contextlib.ExitStack) -> Path:
@@ -212,13 +212,13 @@ def remove_unbegun(folder: Path) -> None:
 
 
 def check_same(run: Path, settings: Settings) -> Changes:
-    """The switches that differ from the run's configuration, and may, as `differences`; ValueError for others."""
+    """The `differences` from the run's configuration; ValueError if one of them is not allowed."""
     is_constant = settings["optimizer"]["schedule"] == "constant"
-    steps = settings["algorithm"]["epochs"] * settings["algorithm"]["minibatches"]  # of a rollout
+    steps = settings["algorithm"]["epochs"] * settings["algorithm"]["minibatches"]  # steps of a rollout
 
     def may_differ(name: str, old: Any, new: Any) -> bool:
         grows = name in switches_with("may grow") and is_constant and old is not None and (new is None or new > old)
-        grows = grows and (name != "run.max_steps" or old % steps == 0)  # otherwise the old end has cut a rollout off
+        grows = grows and (name != "run.max_steps" or old % steps == 0)  # otherwise the old limit cut a rollout short
         return grows or name in switches_with("free") or name.startswith("rollout.engine.init_args.")
 
     fix = f"choose another --run.output_dir, or start there from this one's weights with --run.fork_from {run}"
@@ -226,10 +226,10 @@ def check_same(run: Path, settings: Settings) -> Changes:
 
 
 def find_checkpoint(run: Path, settings: Settings) -> Path | None:
-    """The newest undamaged checkpoint of a run of these settings; if none was saved, None, and no record is left."""
+    """The newest undamaged checkpoint of a run of these settings; None, and old records removed, if none was saved."""
     if not files.is_run(run):
         return None
-    if files.checkpoints(run) or (run / "metrics.jsonl").exists():  # another run's are kept
+    if files.checkpoints(run) or (run / "metrics.jsonl").exists():  # another run's records are kept
         check_same(run, settings)
     for folder in (run, run / "checkpoints"):
         files.remove_leftovers(folder)
@@ -250,16 +250,16 @@ def find_parent(fork_from: str) -> Path:
     """The checkpoint that --run.fork_from names, or the newest undamaged one of the run that it names."""
     path = Path(fork_from).absolute()
     parent = files.first_undamaged(files.checkpoints(path) or [path])
-    if parent is None or not (parent / "parts.pt").exists():  # best/ has a manifest, too
+    if parent is None or not (parent / "parts.pt").exists():  # best/ has a manifest, but no parts
         raise ValueError(f"--run.fork_from {path} is neither an undamaged checkpoint nor a run's folder with one")
     return parent
 
 
 def compute_in_order(resources: contextlib.ExitStack, device: torch.device) -> None:
-    """Have a CPU's threads add up gradients in one order; the process is put back when ``resources`` are closed."""
+    """Make a CPU's threads add gradients in one order; closing ``resources`` restores the process's settings."""
     resources.callback(random.setstate, random.getstate())
     resources.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 (users' code may draw from it)
-    resources.callback(set_torch_states, torch_states(device), device)  # fork_rng would put them back when collected
+    resources.callback(set_torch_states, torch_states(device), device)  # fork_rng would restore them when collected
     resources.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
     fills = torch.utils.deterministic.fill_uninitialized_memory
     resources.callback(setattr, torch.utils.deterministic, "fill_uninitialized_memory", fills)
@@ -272,14 +272,14 @@ def compute_in_order(resources: contextlib.ExitStack, device: torch.device) -> N
 
 
 def check_packages(config: TrainConfig) -> None:
-    """Raise ValueError, with the fix, for a package that the configuration needs and that cannot be imported."""
+    """Raise ValueError, with the fix, if the configuration needs a package that cannot be imported."""
     check_tracker(config.run.tracker)
     check_optimizer(config.optimizer)
     resolve_adapters(config.model)
 
 
 def prepare(config: TrainConfig, settings: Settings) -> Run:
-    """Load everything, and make the run's folder or restore the run that it holds; ValueError for the user's errors."""
+    """Make the run's folder or resume the run in it, and load everything; ValueError for errors of the user."""
     check_packages(config)  # before a folder is made
     with contextlib.ExitStack() as resources:  # released if the preparation fails
         compute_in_order(resources, dist.local_device())
@@ -311,13 +311,13 @@ def prepare(config: TrainConfig, settings: Settings) -> Run:
 
 
 def print_if_finished(config: RunConfig, settings: Settings) -> Summary:
-    """Print and return the summary of a finished run of this configuration; {} without, or if it may be longer."""
+    """Print and return a finished run's summary; {} if no run has finished, or the configuration may prolong it."""
     file = Path(config.output_dir or "") / "summary.json"
     if config.output_dir is None or not file.exists():
         return {}
     changes = check_same(file.parent, settings)
     if changes.keys() & (switches_with("may grow") | {"data.path"}):
-        return {}  # a resumed run compares the problems of another path
+        return {}  # resuming the run compares the problems in the other path
     summary = files.read_json(file)
     summary["output_dir"] = str(file.parent)  # it may have been moved
     summary["best_model"] = str(file.parent / Path(summary["best_model"]).name)
@@ -343,7 +343,7 @@ def run_training(train: Callable[[Run], Summary], run: Run) -> Summary:
     "--run.validation_limit, or --model.gradient_checkpointing true",
 )
 def train_command(train: Callable[[Run], Summary], args: Sequence[str] | None = None) -> None:
-    """Train by the command's arguments; exits with 1 if a run fails, 2 for errors of the user, 75 or 130 if stopped."""
+    """Train by the command's arguments; exit code 1 if the run fails, 2 for a user's errors, 75 or 130 if stopped."""
     config, settings = parse(TrainConfig, "pspo.train", args)
     with user_errors("pspo.train"):
         dist.init(config.distributed.strategy)
@@ -356,7 +356,7 @@ def train_command(train: Callable[[Run], Summary], args: Sequence[str] | None = 
 def train_from_python(
     train: Callable[[Run], Summary], file: str | Path | None, sections: Settings, on_rollout: OnRollout | None
 ) -> Summary:
-    """Train by a YAML file and sections of the configuration over it; returns the summary."""
+    """Train by a YAML file, overridden by sections of the configuration; returns the summary."""
     try:
         config, settings = config_from_python(file, check_packages, **sections)
         dist.init(config.distributed.strategy)

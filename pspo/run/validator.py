@@ -16,19 +16,19 @@ from pspo.run.recorder import Recorder
 from pspo.tasks.files import plain
 from pspo.terminal import print_timed
 
-KINDS = ("untrained", "best", "best_trained", "final")  # of step 0, the best (in best/), that without step 0, the last
+KINDS = ("untrained", "best", "best_trained", "final")  # step 0's, the best (in best/), the best after step 0, the last
 
 
 @dataclass
 class Validator:
-    """Validates the policy when due, keeps the best model in ``best/``, and tests the first and the last one."""
+    """Validates the policy, keeps the best model in ``best/``, and tests the first, best and final models."""
 
     config: TrainConfig
     sampler: Sampler
     how: How
     recorder: Recorder
     prompts: dict[str, Prompts]  # by split
-    before: Record | None = None  # test of the model that the run starts with; {} without a test, None until then
+    before: Record | None = None  # test of the initial model; {} without a test, None before the test
     validations: dict[str, Record] = field(default_factory=lambda: {kind: {} for kind in KINDS})  # {}: none yet
 
     def __post_init__(self) -> None:
@@ -38,14 +38,14 @@ class Validator:
         self.fingerprint = {split: prompts.fingerprint() for split, prompts in self.prompts.items() if split != "train"}
 
     def start(self) -> None:
-        """Test and validate the model that the run starts with, unless that is done."""
+        """Test and validate the model that the run starts with, unless it is tested already."""
         if self.before is None:
             self.before = self.test(self.learner.policy, "before")
             if self.config.run.validate_every:
                 self.validate()
 
     def measure(self) -> dict[str, float]:
-        """Mean reward under the training's sampling, and greedy accuracy (greedy reward without gold answers)."""
+        """Mean reward under the training's sampling, and greedy accuracy (or greedy reward, without gold answers)."""
         sampled = self.evaluate("validation", self.how, "validate")
         greedy = self.evaluate("validation", How(self.how.sampling.greedy(), self.learner.policy), "validate")
         sampled_means, means = dist.run_on_main(lambda: (sampled.means(), greedy.means()))
@@ -60,7 +60,7 @@ class Validator:
         validation = self.measure()
         record = {"step": step, "tokens": self.recorder.tokens} | validation
         self.validations["final"] = record
-        has_reward = bool(self.config.reward.functions)  # otherwise the newest is the best
+        has_reward = bool(self.config.reward.functions)  # without rewards the newest model is the best
         for name in ("best", "best_trained" if step > 0 else "untrained"):
             best = self.validations[name]
             if not best or not has_reward or record["validation_reward"] > best["validation_reward"]:
@@ -76,7 +76,7 @@ class Validator:
         """Evaluate greedily on the held-out problems, and keep the completions; {} for --run.test_limit 0."""
         if not self.config.run.test_limit:
             return {}
-        evaluation = self.evaluate("test", How(self.how.sampling.greedy(), policy), f"test {when}")  # by no engine
+        evaluation = self.evaluate("test", How(self.how.sampling.greedy(), policy), f"test {when}")  # without engine
 
         def write() -> Record:
             path = self.output / f"test-{when}.jsonl"
@@ -87,7 +87,7 @@ class Validator:
         return dist.run_on_main(write)
 
     def evaluate(self, split: str, how: How, bar: str) -> Evaluation | None:
-        """Draw one completion of each prompt, shared evenly by the ranks; rank 0 alone gets the evaluation."""
+        """Draw one completion of each prompt, evenly shared among ranks; rank 0 alone gets the evaluation."""
         prompts = self.prompts[split]
         return evaluate(
             self.sampler,
@@ -101,7 +101,7 @@ class Validator:
         )
 
     def finish(self) -> Record:
-        """Save the final model, and test it and the best one; returns the results of all tests and validations."""
+        """Save the final model, test the final and the best model; returns the results of all tests and validations."""
         policy = self.learner.policy
         save_model(policy, self.recorder.tokenizer, self.output / "final")
         best_step = self.validations["best"].get("step", self.learner.steps)
@@ -132,4 +132,4 @@ class Validator:
                 fix = f"restore it, or start anew from this run with --run.fork_from {self.output}"
                 raise ValueError(f"{damage}: {fix}")
             if read_json(self.output / "best" / "validation.json") != plain(self.validations["best"]):
-                self.validations["best"] = {}  # best/ is of a later step, to which a resumed run on a GPU may not come
+                self.validations["best"] = {}  # best/ is of a later step, and a resumed run on a GPU may not reach it
