@@ -7,7 +7,7 @@ from typing import Any
 
 
 def view(*runs: str | Path, surrogates: Sequence[str] = (), height: int = 900) -> Any:
-    """The page of some runs in a frame of a notebook; ``surrogates`` as those of the command."""
+    """Show the page of some runs in a notebook; ``surrogates`` are those of ``pspo view --surrogates``."""
     from IPython.display import IFrame
 
     from pspo_lab.view_command import make_page, run_folders  # slow to import: torch

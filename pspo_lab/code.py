@@ -1,4 +1,4 @@
-"""CodeReward: completions run as programs, against the problems' tests."""
+"""CodeReward runs completions as programs and scores them by the problems' tests."""
 
 import json
 import os
@@ -23,20 +23,20 @@ from pspo.tasks.rewards import Reward
 SANDBOX = Path(__file__).with_name("sandbox.py")
 START_SECONDS = 60  # for Python to start, on a busy machine
 MAX_REPORT = 4096  # bytes
-FENCED = re.compile(  # a block of Markdown: its fence begins a line, or what stands in a list there
+FENCED = re.compile(  # a block of Markdown: its fence begins a line or a list item
     r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>(?P<mark>[`~])(?P=mark){2,})(?P<info>[^`~\n]*)\n"
     r"(?P<code>.*?)(?:^[ \t]*(?P=fence)(?P=mark)*[ \t\r]*$|\Z)",
     re.MULTILINE | re.DOTALL,
 )
 DEFINES = (re.compile(r"^(async +)?(def|class) ", re.MULTILINE), re.compile(r"^\w+ *=", re.MULTILINE), re.compile(""))
-CHECKS = re.compile(r"assert|raise|fail", re.IGNORECASE)  # in tests that can fail
+CHECKS = re.compile(r"assert|raise|fail", re.IGNORECASE)  # a test that can fail has one of these words
 N_CHECKED = 32  # problems whose tests are run before the training
 
 
 def extract_code(completion: str) -> str:
-    """Return the program in an answer, after its thoughts: the last ```python block that defines something.
+    """Return the program in an answer, without its thoughts: the last ```python block that defines something.
 
-    Of blocks in no or another language likewise; without any block, all of it.
+    If no block is Python, the last block that defines something; if there is no block, the whole answer.
     """
     completion = after_thoughts(completion)
     blocks: dict[bool, list[str]] = {True: [], False: []}  # by whether they are Python
@@ -53,20 +53,20 @@ def extract_code(completion: str) -> str:
 class CodeReward(Reward):
     """Share of a problem's tests that the completion's program passes; Linux on x86_64 or aarch64.
 
-    The program is `extract_code`'s. A test is Python code that raises if the program is wrong (`assert add(1, 2) == 3`)
-    and runs after it, in its namespace, as `__main__`. Tests that assert nothing, or pass without a program, are
-    refused before anything is trained. A problem without tests has no value (None).
+    `extract_code` finds the program. A test is Python code that raises if the program is wrong, such as
+    `assert add(1, 2) == 3`. It runs after the program, in the program's namespace, as `__main__`. Tests that assert
+    nothing, or pass without a program, are refused before training. The reward of a problem without tests is None.
 
     Every completion runs in a Python process of its own (`pspo_lab.sandbox`), which is killed when its time is up. If
-    the kernel refuses its confinement, nothing is run and the reward raises. docs/guide/rewards.md says what it
-    protects against, and what it does not.
+    the kernel refuses to confine this process, nothing is run and the reward raises. docs/guide/rewards.md says what
+    the sandbox protects against, and what it does not.
 
     Attributes:
-        column: column of the data with the tests: Python text, one test, or a list of texts, one test each.
-        all_or_nothing: 1 if all tests pass, else 0.
-        seconds: wall time of a program with all its tests.
-        memory_mb: address space of a process.
-        processes: programs that run at a time.
+        column: column of the data that holds the tests: a text, which is one test, or a list of texts.
+        all_or_nothing: the reward is 1 if all tests pass, else 0.
+        seconds: limit of the wall time of a program with all its tests.
+        memory_mb: limit of the address space of a process, in MiB.
+        processes: number of programs that run at a time.
     """
 
     column: str = "tests"
@@ -145,7 +145,7 @@ class CodeReward(Reward):
 
 
 def reports(descriptor: int, secret: str, seconds: float) -> Iterator[bytes]:
-    """Yield the sandbox's reports, lines, until SECONDS after the first; lines without the secret are ignored."""
+    """Yield the sandbox's reports, which are lines with the secret, until SECONDS after the last report."""
     deadline = time.monotonic() + START_SECONDS
     size = 0
     rest = b""

@@ -29,7 +29,7 @@ that so many seeds and problems find at 80% power; then the seeds that would fin
 
 
 class Side(NamedTuple):
-    """One of the two that are compared: its name, and its files of completions by seed (None: of an evaluation)."""
+    """One side of a comparison: its name, and its files of completions by seed (None for an evaluation)."""
 
     name: str
     files: dict[int | None, Path]
@@ -55,7 +55,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def completions_files(path: Path) -> dict[int | None, Path]:
-    """By seed the completions of a finished evaluation, or of the tests after finished runs."""
+    """Return files of completions by seed: of a finished evaluation, or of the tests after finished runs."""
     folder = path.parent if path.name == "results.json" else path
     if (folder / "results.json").exists():
         return {None: folder / "completions.jsonl"}
@@ -73,9 +73,9 @@ def completions_files(path: Path) -> dict[int | None, Path]:
 
 
 def comparison(a: Side, b: Side) -> str:
-    """The differences at each temperature that both have, as text; ValueError if the problems are not the same."""
+    """Return as text the differences at each temperature that both sides have; ValueError if their problems differ."""
     pair = f"{a.name} and {b.name}"
-    if len(a.files) > 1 and len(b.files) > 1:  # one seed stands beside any number
+    if len(a.files) > 1 and len(b.files) > 1:  # one seed is compared with any number of seeds
         seeds = sorted(a.files.keys() & b.files.keys())
         if not seeds:
             raise ValueError(f"{pair} have no seed in common")
@@ -99,7 +99,7 @@ def comparison(a: Side, b: Side) -> str:
 
 
 def measure_rows(a: Sequence[pd.DataFrame], b: Sequence[pd.DataFrame]) -> dict[str, dict[str, str | None]]:
-    """The lines of a table by measure, from the values of the same problems under each seed."""
+    """Return the rows of a table by measure; a and b hold a frame of the same problems for each seed."""
     rows = {}
     for name in a[0]:
         if name in MEANS or name.endswith("@1") or not all(name in frame for frame in (*a, *b)):  # @1: accuracy
@@ -112,7 +112,7 @@ def measure_rows(a: Sequence[pd.DataFrame], b: Sequence[pd.DataFrame]) -> dict[s
 
 
 def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str | None]:
-    """The line of a measure, by column (None: not of this kind), with values (seeds, n) of each problem."""
+    """Return a measure's row by column, None where a column does not apply; a and b are (seeds, n problems)."""
     difference = b - a
     found = estimate(difference)
     p = found.p()

@@ -21,7 +21,7 @@ COLOURS = {"Clip": "#E69F00", "NoClip": "#0072B2", "P3O": "#009E73", "PSPO": "#D
            "TOPR": "#56B4E9", "REINFORCE": "#AA3377", "CISPO": "#44AA99", "GSPO": "#999933", "GMPO": "#B2182B",
            "VESPO": "#6C63B5", "DPPO": "#B58900", "SPO": "#1B7F3B", "DRO": "#B15928", "CEGPPO": "#3366AA",
            "ASPO": "#C43C6B"}  # fmt: skip
-OWN_COLOURS = ("#8E6FD1", "#5B8C2A", "#0F8B9D", "#C2559A", "#D9534F", "#B07A3A", "#8C8C8C")  # of losses of others
+OWN_COLOURS = ("#8E6FD1", "#5B8C2A", "#0F8B9D", "#C2559A", "#D9534F", "#B07A3A", "#8C8C8C")  # for other losses
 DASHES = ((0, (5, 1.5)), (0, (1, 1)), "-.", "-", (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (9, 3)))
 INK = "#333333"  # text and axes
 RC = {
@@ -32,19 +32,19 @@ RC = {
     "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "pspo",
-    "text.parse_math": False,  # names of others have dollars
+    "text.parse_math": False,  # names may have dollars
     **dict.fromkeys(("axes.edgecolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color"), INK),
 }
 
 
 def method_colours(names: Iterable[str]) -> dict[str, str]:
-    """The colour of each method: a fixed one for those of `pspo.losses`, for others the next of their own."""
+    """Return the colour of each method: fixed for a loss of `pspo.losses`, else the next of `OWN_COLOURS`."""
     own = sorted(set(names) - COLOURS.keys())
     return COLOURS | {name: OWN_COLOURS[i % len(OWN_COLOURS)] for i, name in enumerate(own)}
 
 
 def styles(rows: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Colour and dashes of each row {row: method}: a method has one colour, its settings differ in their dashes."""
+    """Return colour and dashes of the rows {row: method}: a method has one colour, its settings differ in dashes."""
     colours = method_colours(rows.values())
     order = list(colours)
     settings: Counter[str] = Counter()
@@ -58,7 +58,7 @@ def styles(rows: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def picture(path: Path, width: float, height: float, x_label: str) -> Iterator[Figure]:
-    """A figure of this size in inches, saved at the end."""
+    """Yield a figure of this size in inches, and save it at the end."""
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.supxlabel(one_line(x_label), fontsize=8)
@@ -67,10 +67,10 @@ def picture(path: Path, width: float, height: float, x_label: str) -> Iterator[F
 
 
 def draw_curves(runs: Runs, path: Path) -> None:
-    """Draw the rewards of each setting: the mean over its seeds, from three on in a band, the 95% interval."""
+    """Draw the rewards of each setting: the mean over seeds and, from three seeds on, the 95% interval as a band."""
     style = styles({runs.labels[run]: method for run, method in methods(runs.configs).items()})
     metrics = {"reward": "training reward", "validation_reward": "validation reward"}
-    height = max(2.4, 0.2 * len(style)) + 0.4  # of the panels, or the legend
+    height = max(2.4, 0.2 * len(style)) + 0.4  # for the panels or a longer legend
     with picture(path, 10, height, "optimizer step; means over a tenth of the run") as figure:
         handles = {}
         for axes, (metric, title) in zip(figure.subplots(1, 2), metrics.items(), strict=True):
@@ -85,7 +85,7 @@ def draw_curves(runs: Runs, path: Path) -> None:
 
 
 def curves(runs: Runs, metric: str) -> pd.DataFrame:
-    """Row (a setting), step, mean, low and high of a smoothed metric, where all seeds of the setting have it."""
+    """Return row (a setting), step, mean, low and high of a smoothed metric, at the steps that all its seeds have."""
     parts = [pd.DataFrame(columns=["row", "step", "value"])]
     for run, label in runs.labels.items():
         values = run.rollouts().reindex(columns=["step", metric]).dropna().set_index("step")[metric]

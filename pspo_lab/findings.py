@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-FEWEST = 5  # rollouts, before which a trend says nothing
+FEWEST = 5  # rollouts; a trend of fewer says nothing
 NOISE_ERRORS = 4  # standard errors that a fall must exceed: the peak is the highest of many
 
 RECORDED = ["step", "steps_skipped", "reward_unknown_share", "zero_advantage_share", "reward", "format_share",
@@ -16,7 +16,7 @@ RECORDED = ["step", "steps_skipped", "reward_unknown_share", "zero_advantage_sha
 
 
 class Finding(NamedTuple):
-    """A fault, what to try, and its gravity: 3 spoils the run, 2 costs results."""
+    """A fault, how severe it is (3 spoils the run, 2 costs results), and what to try."""
 
     severity: int
     text: str
@@ -24,7 +24,7 @@ class Finding(NamedTuple):
 
 
 class Course(NamedTuple):
-    """`RECORDED` metrics by rollout, and their means over the first and the last fifth of those that have them."""
+    """`RECORDED` metrics by rollout, and each metric's mean over the first and the last fifth of its values."""
 
     rollouts: pd.DataFrame
     first: pd.Series
@@ -48,7 +48,7 @@ def find(metrics: pd.DataFrame, config: dict[str, Any], summary: dict[str, Any])
     for check in (check_failures, check_signal, check_completions, check_movement, check_rewards):
         findings += check(course, config)
     findings += check_best_model(summary)
-    if "trainer" in config:  # another one, whose switches have different names
+    if "trainer" in config:  # another trainer, whose switches have different names
         findings = [finding._replace(advice=re.sub(r"--\w+\.", "", finding.advice)) for finding in findings]
     return sorted(findings, key=lambda finding: -finding.severity)
 
@@ -89,7 +89,7 @@ def check_completions(course: Course, config: dict[str, Any]) -> Iterator[Findin
     rewards = config.get("reward.functions", "")
     if last.format_share < 0.1 and (
         "MathReward" in rewards or "FormatReward" in rewards
-    ):  # others may read another one
+    ):  # other rewards may read another format
         text = f"{last.format_share:.0%} of the last completions end in the format '#### <number>'"
         yield Finding(3, text, "a --data.system_prompt with an example, or an instruct model")
     limit = config.get("rollout.max_completion_tokens", np.nan)
@@ -104,7 +104,7 @@ def check_completions(course: Course, config: dict[str, Any]) -> Iterator[Findin
 
 
 def check_movement(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
-    """The distance by which the steps of a rollout move the policy, and that from the policy that drew it."""
+    """How far the steps of a rollout move the policy, and how far the policy is from what drew the rollout."""
     steps = config.get("algorithm.epochs", 1) * config.get("algorithm.minibatches", 1)
     kl = course.rollouts.kl_old_new.median()
     if steps > 1 and kl < 1e-7:
@@ -150,7 +150,7 @@ def check_rewards(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
 
 
 def check_best_model(summary: dict[str, Any]) -> Iterator[Finding]:
-    """A best model from long before the end."""
+    """A best model from the first half of the run."""
     step = summary.get("best_step")
     validation = summary.get("validation") or {}
     if step is None or not validation.get("final") or step >= summary.get("optimizer_steps", 0) / 2:

@@ -1,8 +1,8 @@
-"""Settings that are one algorithm: their losses have equal gradients, or such that differ by a factor without effect.
+"""Find settings that are one algorithm: their losses' gradients are equal, or differ by a factor without effect.
 
-AdamW's step does not change when every gradient and its epsilon are scaled. So PSPO(alpha) with epsilon (1 - alpha) e
-is NoClip with e, and with a KL penalty of beta it is NoClip with beta / (1 - alpha), while no norm is clipped. And with
-one optimizer step a rollout every ratio is 1, where most losses have one gradient.
+AdamW's step does not change when one factor scales every gradient and AdamW's epsilon. So, while no norm is clipped,
+PSPO(alpha) with epsilon (1 - alpha) e is NoClip with epsilon e, and its KL penalty beta is NoClip's beta / (1 - alpha).
+With one optimizer step a rollout every ratio is 1, where most losses have the same gradient.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from pspo.losses import Surrogate, token_weights
 from pspo_lab.runs import LabRun, Runs, grouped
 from pspo_lab.settings import ARGUMENT, SURROGATE, Setting, Switches, make_setting
 
-RATIOS = np.exp(np.linspace(-2.5, 2.5, 201))  # of the surrogates' curves
+RATIOS = np.exp(np.linspace(-2.5, 2.5, 201))  # at which surrogates' curves are drawn
 ADVANTAGES = (1.0, 2.0, -1.0, -2.0)
 SMALL_EPSILON = 1e-7  # far below a gradient's elements
 OPTIONS = "optimizer.options"
-SCALED = ("algorithm.beta", "algorithm.entropy_coef")  # relative to the surrogate
+SCALED = ("algorithm.beta", "algorithm.entropy_coef")  # coefficients relative to the surrogate
 
 
 def make_surrogate(switches: Switches) -> Surrogate | None:
-    """A run's surrogate; None if it is not one of ours: no code runs that a run's files name."""
+    """Return a run's surrogate; None if it is not part of pspo: code that a run's files name is never run."""
     cls = class_names(Surrogate).get(switches[SURROGATE].removeprefix("pspo.losses."))
     arguments = {name.removeprefix(ARGUMENT): switches[name] for name in switches if name.startswith(ARGUMENT)}
     with contextlib.suppress(Exception):  # a file may name any class, and give it any arguments
@@ -35,7 +35,7 @@ def make_surrogate(switches: Switches) -> Surrogate | None:
 
 
 def ratio_weights(surrogate: Surrogate, log_ratios: Tensor, advantage: float, old: float = 0.0) -> Tensor:
-    """(B, T) `token_weights` at log-ratios (B, T) to tokens of log-probability ``old``."""
+    """Return `token_weights` (B, T) at log-ratios (B, T), of tokens whose old log-probability is ``old``."""
     advantages = torch.full_like(log_ratios, advantage)
     mask = torch.ones_like(log_ratios, dtype=torch.bool)
     old_logprobs = torch.full_like(log_ratios, old)
@@ -43,14 +43,14 @@ def ratio_weights(surrogate: Surrogate, log_ratios: Tensor, advantage: float, ol
 
 
 def token_curve(surrogate: Surrogate, advantage: float, old: float = 0.0) -> Tensor | None:
-    """(201,) weights at `RATIOS`; None if they depend on the rest of a completion."""
+    """Return the weights (201,) at `RATIOS`; None if a weight depends on the rest of a completion."""
     tokens = torch.tensor(np.log(RATIOS))[:, None]  # completions of one token
     alone, together = (ratio_weights(surrogate, log_ratios, advantage, old) for log_ratios in (tokens, tokens.T))
     return together[0] if torch.allclose(alone.flatten(), together[0]) else None
 
 
 def gradient(surrogate: Surrogate, at_ratio_1: bool) -> np.ndarray | None:
-    """Weights that tell losses apart, the first at ratio 1 and advantage 1; None if they depend on the completion."""
+    """Return weights that tell losses apart, first at ratio 1 and advantage 1; None if they depend on other tokens."""
     ones = torch.zeros(1, 3, dtype=torch.float64)  # a completion of three tokens
     weights = [ratio_weights(surrogate, ones, advantage)[0] for advantage in ADVANTAGES]
     if not at_ratio_1:
@@ -59,9 +59,9 @@ def gradient(surrogate: Surrogate, at_ratio_1: bool) -> np.ndarray | None:
 
 
 def canonical(run: LabRun, is_clipped: bool) -> Setting:
-    """A run's setting with its loss by its gradient, and what is relative to that scaled as it is.
+    """Return a run's setting, with the gradient in place of the loss, and `SCALED` and epsilon scaled alike.
 
-    Runs of which it is equal can differ by luck alone, as far as their files tell.
+    Runs with equal canonical settings can differ by luck alone, as far as their files tell.
     """
     switches = run.switches
     surrogate = make_surrogate(switches)

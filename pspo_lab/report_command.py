@@ -1,9 +1,9 @@
 """Tables and pictures of trainings: ``pspo report RUNS... --output_dir report``.
 
-RUNS are run folders, or folders that hold some, however deep. Each model with its training data is a task, with tables
+RUNS are run folders, or folders above them. Each model with its training data is a task, with tables
 and pictures of its own. Writes ``report.md`` (everything), the tables as ``table.csv`` (a line per cell, shares from 0
 to 1), and pictures as SVG. Runs without a ``summary.json`` are not finished: their curves are drawn, and the tables
-leave them out. Of several evaluations of a model on the same problems, the last by folder name counts.
+leave them out. If a model was evaluated several times on the same problems, the last by folder name counts.
 """
 
 import argparse
@@ -34,7 +34,7 @@ MARKDOWN = re.compile(
 
 
 def split_tasks(runs: Runs) -> dict[str, Runs]:
-    """By title: the runs of one model on the same training data, and the evaluations of all other models."""
+    """Return by title the runs of each model on the same data; the evaluations of all other models come last."""
     parts = grouped(runs.labels, lambda run: (run.switches[MODEL], run.switches[DATA]))
     tasks = {f"{model} on {data}": runs.compared(parts[model, data], {model}) for model, data in sorted(parts)}
     if others := {test.model for test in runs.untrained} - {model for model, _ in parts}:
@@ -43,7 +43,7 @@ def split_tasks(runs: Runs) -> dict[str, Runs]:
 
 
 def write_report(runs: Runs, output: Path) -> tuple[list[str], list[Path]]:
-    """Write the tables and pictures of every task; returns who won, in sentences, and the files."""
+    """Write the tables and pictures of every task; return sentences on who won, and the files."""
     tasks = split_tasks(runs)
     verdicts = []
     markdown = []
@@ -67,7 +67,7 @@ def write_report(runs: Runs, output: Path) -> tuple[list[str], list[Path]]:
 
 
 def table_section(title: str, cells: Sequence[Cell]) -> Iterator[str]:
-    """A table's paragraphs of Markdown."""
+    """Yield the Markdown paragraphs of a table."""
     yield f"### {title}"
     for heading, text in table_texts(title, cells).items():
         if heading:
@@ -78,7 +78,7 @@ def table_section(title: str, cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def escape_markdown(text: str) -> str:
-    """Untrusted text, such as names and switches of runs, as a line of Markdown shows it."""
+    """Escape untrusted text, such as names and switches of runs, so that a line of Markdown shows it unchanged."""
     text = html.escape(one_line(text), quote=False)
     return MARKDOWN.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", text)
 
@@ -115,7 +115,7 @@ def describe_result(runs: Runs, tables: dict[str, list[Cell]]) -> Iterator[str]:
 
 
 def describe_luck(differences: Sequence[Value]) -> str:
-    """Whether the first of two settings is better by more than luck, from their differences by seed."""
+    """Say whether the first of two settings is better by more than luck, from their differences by seed."""
     seeds = len(differences)
     cell = next(iter(make_cells(differences)), None)
     if cell is None or cell.estimate is None:
@@ -129,7 +129,7 @@ def describe_luck(differences: Sequence[Value]) -> str:
 
 
 def describe_runs(runs: Runs) -> Iterator[str]:
-    """Sentences: what the runs share, and what is not finished."""
+    """Sentences: what the runs share, and which runs are not finished."""
     if runs.labels:
         yield f"{shared_sentence(runs.configs)} A switch that a name leaves out has its default.".strip()
     for run in sorted(runs.labels, key=lambda run: run.name):
@@ -140,7 +140,7 @@ def describe_runs(runs: Runs) -> Iterator[str]:
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("pspo report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders above them")
-    parser.add_argument("--output_dir", type=Path, default=Path("report"), help="of the report (default: report)")
+    parser.add_argument("--output_dir", type=Path, default=Path("report"), help="the report's folder (default: report)")
     options = parser.parse_args(args)
     with user_errors("pspo report"):
         output = local_path(options.output_dir)

@@ -1,7 +1,7 @@
 """Read runs: folders of `pspo train` and `pspo evaluate`, as data frames.
 
 Folder names mean nothing, the configuration everything: runs that differ only in their seed and output folder are the
-seeds of one setting. What cannot be read is named on stderr and left out.
+seeds of one setting. A folder that cannot be read is named on stderr and left out.
 """
 
 import functools
@@ -25,18 +25,18 @@ from pspo.terminal import one_line
 from pspo_lab.settings import DATA, MODEL, SEED, Configs, Setting, Switches, make_labels, make_setting, read_switches
 
 Item = TypeVar("Item")
-STAGES = ("before", "after", "final")  # of a run: its model before training, the returned and the last one
+STAGES = ("before", "after", "final")  # a run's model before training, the returned and the last model
 
 
 @dataclass(frozen=True, eq=False)
 class LabRun:
-    """Contents of a run's folder; of another trainer's run, what there is."""
+    """Contents of a run's folder; a run of another trainer may lack some."""
 
     folder: Path
     switches: Switches
-    metrics: pd.DataFrame  # step and the metrics, one row per rollout; NaN where one is missing or not finite
+    metrics: pd.DataFrame  # step and the metrics, one row per rollout; NaN where a metric is missing or not finite
     summary: dict[str, Any]  # empty while the run is not finished
-    experiments: list[str]  # folders of the experiments that it and its duplicates belong to
+    experiments: list[str]  # folders of the experiments of the run and its duplicates
     tests: list["TestResult"]
 
     @property
@@ -52,7 +52,7 @@ class LabRun:
         return make_setting(self.switches)
 
     def rollouts(self) -> pd.DataFrame:
-        """The metrics with their time in seconds, and of a finished run at step 0 the validation before training."""
+        """Return the metrics with their time in seconds; a finished run's begin with the validation at step 0."""
         seconds = self.metrics.filter(like="seconds/").sum(axis=1, min_count=1)
         untrained = (self.summary.get("validation") or {}).get("untrained")
         first = [untrained | {"time": 0.0}] if untrained else []
@@ -65,10 +65,10 @@ class TestResult:
 
     run: LabRun | None  # None for a model that no run trained
     stage: str  # one of `STAGES`
-    model: str  # that the run began with
+    model: str  # the model that the run began with
     evaluation: str  # "summary", or the name of the evaluation's folder
     problems: str  # such as "gsm8k test, n = 1,319"
-    limit: int | None  # tokens of a completion
+    limit: int | None  # most tokens of a completion
     temperature: str  # "0" is greedy
     file: Path  # of the completions
     numbers: dict[str, Number]  # by measure
@@ -78,11 +78,11 @@ class TestResult:
 class Runs:
     """Runs, and the tests of models that no run trained."""
 
-    labels: dict[LabRun, str]  # by run the name of its setting, among those it is compared with
+    labels: dict[LabRun, str]  # names of settings by run; they tell these runs apart
     untrained: list[TestResult]
 
     def compared(self, runs: Iterable[LabRun], models: Container[str]) -> "Runs":
-        """These runs, named by what tells them apart, and the tests of these models."""
+        """Return these runs, named by what tells them apart, and the tests of these models."""
         untrained = [test for test in self.untrained if test.model in models]
         return Runs(make_labels({run: run.switches for run in runs}), untrained)
 
@@ -100,12 +100,12 @@ class Runs:
         return Runs({run: label for run, label in self.labels.items() if run.summary}, self.untrained)
 
     def rollouts(self) -> pd.DataFrame:
-        """`LabRun.rollouts` of all runs, with their name as run."""
+        """Return `LabRun.rollouts` of all runs, with a column ``run`` of their names."""
         return pd.concat([run.rollouts().assign(run=run.name) for run in self.labels])
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
-    """The items by their key, in order."""
+    """Return the items by key; keys and items keep their order."""
     groups: dict[Any, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -118,7 +118,7 @@ def warn(line: str) -> None:
 
 @contextmanager
 def skip_unreadable(folder: Path) -> Iterator[None]:
-    """Name a folder that cannot be read, and continue."""
+    """Warn of a folder that cannot be read, and continue."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -128,17 +128,17 @@ def skip_unreadable(folder: Path) -> Iterator[None]:
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
-    """Local paths of the folders; files, such as a sweep's between its runs' folders, are left out."""
+    """Return local paths of the folders, without files, such as those that a sweep writes next to its runs."""
     return [path for path in map(local_path, paths) if not path.is_file()]
 
 
 def folders_with(file: str, roots: Sequence[Path]) -> list[Path]:
-    """The folders that hold such a file, below these roots."""
+    """Return the folders, at or below these roots, that hold a file of this name."""
     return sorted({path.parent.resolve() for root in roots for path in root.rglob(file)})
 
 
 def read_runs(roots: Sequence[Path]) -> Runs:
-    """Read what the folders hold, however deep, in order of settings and seeds; raises ValueError if it is nothing."""
+    """Read all runs at or below the roots, in order of settings and seeds; ValueError if there is nothing to read."""
     for root in roots:
         if not any(root.rglob("metrics.jsonl")) and not any(root.rglob("results.json")):
             warn(f"{root}: {'no run and no evaluation in it' if root.exists() else 'there is no such folder'}")
@@ -160,7 +160,7 @@ def read_runs(roots: Sequence[Path]) -> Runs:
 
 
 def sort_runs(runs: list[LabRun], untrained: list[TestResult]) -> Runs:
-    """Sort by setting and seed, each once: of two runs the finished one."""
+    """Sort runs by setting and seed; of two with the same setting and seed, keep the finished run."""
     labels = make_labels({run: run.switches for run in runs})
     number = {setting: i for i, setting in enumerate(dict.fromkeys(run.setting for run in runs))}
     first: dict[tuple[Setting, int], LabRun] = {}
@@ -173,7 +173,7 @@ def sort_runs(runs: list[LabRun], untrained: list[TestResult]) -> Runs:
 
 
 def read_metrics(folder: Path) -> pd.DataFrame:
-    """The rollouts in order of steps, the last record of each; NaN where a value was not finite."""
+    """Return the rollouts in order of steps, each by its last record; NaN where a value was not finite."""
     records = read_jsonl(folder / "metrics.jsonl")
     if not records:
         raise ValueError("metrics.jsonl holds no rollout")
@@ -183,12 +183,12 @@ def read_metrics(folder: Path) -> pd.DataFrame:
 
 
 def summary_tests(run: LabRun) -> Iterator[TestResult]:
-    """The tests in a run's summary, none while it is not finished."""
+    """Yield the tests in a run's summary; an unfinished run has none."""
     config = run.switches
     limit = config.get("rollout.max_completion_tokens")
     for stage in STAGES:
         result = run.summary.get(stage)  # {} with --run.test_limit 0
-        if not result or (stage == "before" and config.get("run.fork_from")):  # which began as its parent did
+        if not result or (stage == "before" and config.get("run.fork_from")):  # a fork began as its parent did
             continue
         files = [run.folder / f"test-{name}.jsonl" for name in (stage, "after")]  # one test if the best is the last
         file = next((file for file in files if file.exists()), files[0])
@@ -198,10 +198,10 @@ def summary_tests(run: LabRun) -> Iterator[TestResult]:
 
 
 def evaluation_tests(folder: Path, runs: dict[Path, LabRun]) -> Iterator[TestResult]:
-    """The tests in an evaluation's folder, of the run whose model it evaluates if that is known."""
+    """Yield the tests in an evaluation's folder, with the run that trained the model, if it is among ``runs``."""
     results = read_json(folder / "results.json")
     model = Path(results["model"])
-    candidates = (model.resolve().parent, folder, *folder.parents)  # of RUN/best, or somewhere in RUN
+    candidates = (model.resolve().parent, folder, *folder.parents)  # for RUN/best, or a folder in RUN
     run = next((runs[candidate] for candidate in candidates if candidate in runs), None)
     began_with = results["model"] if run is None else run.switches[MODEL]
     stage = "before"
@@ -216,7 +216,7 @@ def evaluation_tests(folder: Path, runs: dict[Path, LabRun]) -> Iterator[TestRes
 
 
 def trained_stage(model: Path, step: int | None, run: LabRun) -> str:
-    """The stage of an evaluation's model; ValueError for one that its run did not return or has since replaced."""
+    """Return an evaluated model's stage; ValueError for a model that the run did not return or has since replaced."""
     stages = {"final": "final", Path(run.summary.get("best_model", "best")).name: "after"}
     if model.name not in stages:
         raise ValueError(f"evaluates {model}, neither the model that the run returned nor its final one")
@@ -229,9 +229,9 @@ def trained_stage(model: Path, step: int | None, run: LabRun) -> str:
 
 @functools.cache
 def read_problems(file: Path) -> dict[str, pd.DataFrame]:
-    """Means over a problem's completions by temperature ("0": greedy), with a column for each measure.
+    """Return by temperature ("0": greedy) a frame with a row per problem and a column per measure.
 
-    A row is a problem in the order of its test, indexed by prompt and gold answer. NaN where nothing is known.
+    A value is the mean over the problem's completions, NaN if unknown. The index is prompt and gold answer.
     """
     records = read_jsonl(file)
     if not records or "temperature" not in records[0]:

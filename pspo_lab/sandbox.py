@@ -30,8 +30,8 @@ ALLOWED = {
     "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "exit": (60, 93),
     "exit_group": (231, 94), "restart_syscall": (219, 128),
 }  # fmt: skip
-# Allowed if an argument, masked, has this value, (argument, mask, value): no writing, threads only, fcntl up to
-# F_GETFL, limits are read but not set, signals to itself (`abort`).
+# Allowed if an argument, masked, has a value (argument, mask, value): files are opened to read, clone makes threads,
+# fcntl goes up to F_GETFL, limits are read but not set, signals go to this process itself (`abort`).
 WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CLONE_THREAD = 0x00010000
 CONDITIONAL = {
@@ -89,9 +89,9 @@ def confine(seconds: int, memory: int) -> None:
 
 
 def run_tests(code: str, tests: list[str]) -> int:
-    """Number of tests that raise nothing after the program, which must raise nothing either.
+    """Run the program, then the tests; return how many tests raise nothing, 0 if the program raises.
 
-    All that runs the tests is bound before the program, which may replace what it reaches by name.
+    Names that run the tests are bound before the program runs, as the program may replace what it reaches by name.
     """
     module = types.ModuleType("solution")  # not __main__: the program's own main part stays unused
     namespace = module.__dict__

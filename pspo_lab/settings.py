@@ -1,4 +1,4 @@
-"""Settings of runs: the switches that make one, read from a folder's configuration, and their names in tables."""
+"""Settings of runs: the switches of a setting, read from a folder's configuration, and its name in tables."""
 
 import functools
 import importlib
@@ -19,29 +19,29 @@ from pspo.terminal import one_line
 MODEL = "model.name_or_path"
 DATA = "data.name"
 SEED = "run.seed"
-RATE = "optimizer.lr"  # whose default depends on the model, and so is always said
+RATE = "optimizer.lr"  # its default depends on the model, so labels always give the value
 SURROGATE = "algorithm.surrogate.class_path"
 ARGUMENT = "algorithm.surrogate.init_args."
 REWARDS = "reward.functions"
 WEIGHTS = "reward.weights"
 NOT_COMPARED = switches_with("no setting")
-OF_A_SEED = r"(?<=seed-)\d+|\d{8}-\d{6}(-\d+)?"  # in the names of sweeps' runs, and of runs without a name
+OF_A_SEED = r"(?<=seed-)\d+|\d{8}-\d{6}(-\d+)?"  # seeds in a sweep's folder names, times in default folder names
 
-Switches = dict[str, Any]  # of a run, by name: numbers and texts; None as if it were not there
+Switches = dict[str, Any]  # a run's numbers and texts by switch; None counts as absent
 Configs = dict[Any, Switches]  # by run
-Setting = frozenset[tuple[str, Any]]  # what makes a run: equal of runs that differ in seed and files alone
+Setting = frozenset[tuple[str, Any]]  # equal for runs that differ in seed and files alone
 
 
 def make_setting(switches: Switches, ignore: tuple[str, ...] = ()) -> Setting:
-    """The switches that make a setting, without those that begin with one of ``ignore``."""
+    """Return the switches that make a setting, except those whose name begins with one of ``ignore``."""
     names = [name for name in switches.keys() - NOT_COMPARED if not name.startswith(ignore)]
     return frozenset((name, switches[name]) for name in names if switches[name] is not None)
 
 
 def read_switches(folder: Path) -> Switches:
-    """The switches of a run or an evaluation, lists and mappings as JSON; where ours lack one, its default."""
+    """Return the switches of a run or an evaluation, lists and mappings as JSON; pspo's runs get missing defaults."""
     written = flat(read_config(folder / "config.yaml"))
-    " ".join(map(str, [*written, *written.values()])).encode()  # raises where half a surrogate pair is: no text
+    " ".join(map(str, [*written, *written.values()])).encode()  # raises if half a surrogate pair makes it no text
     named = {
         MODEL: str(written.get(MODEL) or "unknown"),
         DATA: data_name(folder, written),
@@ -53,12 +53,12 @@ def read_switches(folder: Path) -> Switches:
 
 
 def data_name(folder: Path, switches: Switches) -> str:
-    """The data's name; of a file its path, but a name by content for problems that `pspo.train` wrote into a folder."""
-    if switches.get(DATA) != "file":  # of which there are many
+    """Return the data's name: the path of a file, or a checksum of problems that `pspo.train` wrote into its folder."""
+    if switches.get(DATA) != "file":  # which says nothing: every file has this name
         return str(switches.get(DATA) or local_path(folder))
     path = Path(str(switches.get("data.path")))
-    for run in (folder, *folder.parents):  # an evaluation's is above it
-        if path.name == "data" and (run / "data/.of_a_run").exists():  # wherever the run is now
+    for run in (folder, *folder.parents):  # an evaluation lies in its run's folder
+        if path.name == "data" and (run / "data/.of_a_run").exists():  # the run may have been moved
             files = sorted((run / "data").glob("*.jsonl"))
             content = b"".join(file.name.encode() + file.read_bytes() for file in files)
             return f"problems {zlib.crc32(content):08x}"
@@ -66,19 +66,19 @@ def data_name(folder: Path, switches: Switches) -> str:
 
 
 def origin(folder: Path, switches: Switches) -> Switches:
-    """What else makes a setting: the search that a run belongs to, and the run, of any seed, that it is a fork of."""
+    """Return what else makes a setting: whether a search made the run, and which run, of any seed, it is a fork of."""
     found = {}
     experiment = str(folder.parent.parent)
     full = experiment.removesuffix("-search")
     if full != experiment and Path(full, "selection.json").exists():
-        found["search"] = True  # its runs choose, and confirm nothing
+        found["search"] = True  # runs of a search choose settings, and confirm nothing
     if switches.get("run.fork_from"):
         found["forked"] = re.sub(OF_A_SEED, "*", str(switches["run.fork_from"]))
     return found
 
 
 def plain_switches(switches: Switches) -> Switches:
-    """Switches with lists and mappings as JSON, so that settings are hashable; rewards with their weights."""
+    """Return the switches, lists and mappings as hashable JSON, and every reward function with its weight."""
     functions = switches.get(REWARDS)
     weights = switches.get(WEIGHTS)
     if isinstance(functions, list) and isinstance(weights, list) and len(functions) == len(weights):
@@ -87,33 +87,33 @@ def plain_switches(switches: Switches) -> Switches:
     return {
         name: json.dumps(value, default=str) if isinstance(value, list | set | dict) else value
         for name, value in switches.items()
-        if value == value  # NaN
+        if value == value  # leaves out NaN
     }
 
 
 @functools.cache
 def defaults(class_path: str = "") -> Switches:
-    """The default of every switch, with the arguments of a surrogate of `pspo.losses`."""
+    """Return the default of every switch, and of the arguments if the class is a surrogate of `pspo.losses`."""
     switches = plain_switches(flat(make_config(TrainConfig, "pspo", [], {})[1]))
     arguments = {ARGUMENT + name: value for name, value in default_arguments(class_path).items()}
     return {name: value for name, value in switches.items() if not name.startswith(ARGUMENT)} | arguments
 
 
 def default_arguments(class_path: str) -> Switches:
-    """Defaults of a class's arguments, of our own rewards and losses: nothing else that a file names is imported."""
+    """Return the defaults of a class's arguments; {} for a class from outside pspo, which is never imported."""
     module, _, name = str(class_path).rpartition(".")
     if module not in ("pspo.tasks", "pspo.losses"):
         return {}
     cls = getattr(importlib.import_module(module), name, None)
-    parameters = {} if cls is None else inspect.signature(cls).parameters  # None: of another version
+    parameters = {} if cls is None else inspect.signature(cls).parameters  # None: a class of another version
     return {name: parameter.default for name, parameter in parameters.items()}
 
 
 def make_labels(configs: Configs) -> dict[Any, str]:
-    """Name of each run's setting: its surrogate, and the switches in which these runs differ, unless at their default.
+    """Name each run's setting by its surrogate and by the switches that differ between the runs and from the default.
 
-    A surrogate's arguments come first, all that are not at their default, which is unknown for a class of a user's. A
-    learning rate is always said.
+    All arguments of the surrogate that are not at their default come first; a user's own class has no known defaults. A
+    learning rate that differs between the runs is given even at its default.
     """
     short = short_names(configs)
     names = [name for name in sorted(short) if name.startswith(ARGUMENT)]
@@ -135,7 +135,7 @@ def make_labels(configs: Configs) -> dict[Any, str]:
 
 
 def methods(configs: Configs) -> dict[Any, str]:
-    """Name of each run's surrogate, with its module where two have one name."""
+    """Return the name of each run's surrogate, with its module where two surrogates have the same name."""
     paths = {run: switches[SURROGATE] for run, switches in configs.items()}
     names = {path: path.rpartition(".")[2] for path in paths.values()}
     count = Counter(names.values())
@@ -143,7 +143,7 @@ def methods(configs: Configs) -> dict[Any, str]:
 
 
 def differing(configs: Configs) -> list[str]:
-    """Switches in which settings differ, surrogates aside; what another trainer did not record counts as equal."""
+    """Return the switches, except surrogates, that differ; a switch that another trainer did not record does not."""
     varied = []
     for name in sorted(short_names(configs).keys() - NOT_COMPARED - {SURROGATE}):
         known = [s for s in configs.values() if s.get(name) is not None or "trainer" not in s]
@@ -153,7 +153,7 @@ def differing(configs: Configs) -> list[str]:
 
 
 def shared_sentence(configs: Configs) -> str:
-    """The switches that all runs share and that are at no default, model and data aside; "" if there are none."""
+    """Name the switches, except model and data, that all runs have at the same unusual value; "" if there are none."""
     short = short_names(configs)
     shared = frozenset.intersection(*(make_setting(s, ignore=(MODEL, DATA, SURROGATE)) for s in configs.values()))
     default_values = defaults() | {RATE: None}
@@ -163,16 +163,16 @@ def shared_sentence(configs: Configs) -> str:
 
 
 def short_names(configs: Configs) -> dict[str, str]:
-    """The last word of each switch, and the whole where another one ends in it."""
+    """Return the last word of each switch's name, or the whole name where another name ends in the same word."""
     words = {name: name.rpartition(".")[2] for switches in configs.values() for name in switches}
     count = Counter(word for name, word in words.items() if not name.startswith(ARGUMENT))
     return {name: word if name.startswith(ARGUMENT) or count[word] == 1 else name for name, word in words.items()}
 
 
 def short_value(value: Any) -> str:
-    """A switch's value in a label: of classes and functions their last names, of a folder its last part."""
+    """Return a switch's value as in a label: a class or function by its last name, a folder by its last part."""
     if isinstance(value, str) and value[:1] in ("[", "{"):
-        with suppress(ValueError):  # text, and neither list nor mapping
+        with suppress(ValueError):  # a text that is no list or mapping
             value = json.loads(value)
     if isinstance(value, list):
         has_weights = any(isinstance(part, dict) and "weight" in part for part in value)

@@ -1,7 +1,7 @@
 """Train and evaluate many settings from one file: ``pspo sweep --config configs/sweep/tiny.yaml``.
 
-An experiment runs every setting of its methods with each of its seeds, or, if it has a search, the one of each method
-that this selects (`pspo_lab.sweep_plan.Search`).
+An experiment runs every setting of its methods with each of its seeds. If it has a search, it runs one setting of each
+method: the one that the search selects (`pspo_lab.sweep_plan.Search`).
 
     <output>/<experiment>/<method>-<setting>/seed-<n>/           a full run; evaluations as <name>/results.json
     <output>/<experiment>/<method>-<setting>/seed-<n>.yaml .log  its configuration, and what it printed
@@ -10,7 +10,7 @@ that this selects (`pspo_lab.sweep_plan.Search`).
     <output>/<experiment>/selection.json                         selected settings, and the rewards that decided
     <output>/<experiment>-search/...                             runs of the search, in the same way
 
-The same command resumes a sweep: finished runs are skipped, those that were cut off resume from their last checkpoint.
+The same command resumes a sweep: finished runs are skipped, interrupted runs resume from their last checkpoint.
 """
 
 import asyncio
@@ -53,15 +53,15 @@ class JobRunner:
         groups = [",".join(gpus[i : i + n]) for i in range(0, len(gpus) - n + 1, n)] or [None]
         workers = sweep.workers or len(groups)
         self.threads = max(1, (os.cpu_count() or 1) // (workers * n))
-        self.idle = asyncio.Queue()  # GPUs of the workers that have nothing to do
+        self.idle = asyncio.Queue()  # the GPUs of idle workers
         for group in islice(cycle(groups), workers):
             self.idle.put_nowait(group)
         self.sweep = sweep
         self.lock = lock
-        self.failed: dict[Path, str] = {}  # reasons by folder
+        self.failed: dict[Path, str] = {}  # why jobs failed, by folder
 
     async def carry_out(self, job: Job) -> None:
-        """Train and evaluate, or do what is left of it; if cancelled, no process is left running."""
+        """Run the commands that a job still takes; if cancelled, leave no process running."""
         failure = job.folder.with_suffix(".failed")
         if failure.exists() and not self.sweep.retry_failed:
             self.failed[job.folder] = failure.read_text(encoding="utf-8")
@@ -80,7 +80,7 @@ class JobRunner:
                 shutil.rmtree(job.folder / name, ignore_errors=True)
 
     async def run_command(self, job: Job, command: list[str], product: Path, gpus: str | None) -> None:
-        """Run a command of a job, which fails if it leaves no result."""
+        """Run a command of a job; the job fails if the command does not write its product."""
         log_file = job.folder.with_suffix(".log")
         with log_file.open("ab") as log:
             start = log.tell()
@@ -88,9 +88,9 @@ class JobRunner:
         if product.exists():
             return
         printed = log_file.read_bytes()[start:].decode(errors="replace")
-        last_line = re.split(r"\n[EW]\d{4} ", printed)[0].rstrip().rpartition("\n")[2]  # before torchrun's
+        last_line = re.split(r"\n[EW]\d{4} ", printed)[0].rstrip().rpartition("\n")[2]  # before torchrun's messages
         self.failed[job.folder] = f"exit code {exit_code}, no {product.name}: {last_line}"
-        if exit_code not in (EXIT_STOPPED, EXIT_INTERRUPTED):  # those are run again the next time
+        if exit_code not in (EXIT_STOPPED, EXIT_INTERRUPTED):  # a stopped job is run again the next time
             write_text(job.folder.with_suffix(".failed"), self.failed[job.folder])
 
     async def launch(self, command: list[str], gpus: str | None, log: IO[bytes]) -> int:
@@ -123,7 +123,7 @@ class JobRunner:
 
 
 def commands(job: Job) -> Iterator[tuple[list[str], Path]]:
-    """The commands that a job still takes, one after the other, and the file that each writes last."""
+    """Yield the commands that a job still takes, in order, each with the file that the command writes last."""
     if not job.trained:
         config = job.folder.with_suffix(".yaml")
         write_text(config, to_yaml(job.config))

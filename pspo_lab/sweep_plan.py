@@ -16,21 +16,21 @@ from pspo.endings import user_errors
 from pspo.files import read_jsonl
 
 WEIGHTS = ("best", "final", "checkpoints")  # folders of a run
-MODEL = ("name_or_path", "revision", "trust_remote_code")  # of a run's model, for its evaluations
+MODEL = ("name_or_path", "revision", "trust_remote_code")  # switches that evaluations take from their run
 Switches = dict[str, Any]
 C = TypeVar("C")
 
 
 @dataclass(frozen=True)
 class Search(Section, name="search"):
-    """The paper's selection (appendix A.1): all settings run with ``seeds`` (grid), the best ``keep`` of a method with
-    ``confirm_seeds`` (confirm), and the one with the highest mean last validation reward in full.
+    """The paper's selection (appendix A.1). All settings run with ``seeds`` (grid), the best ``keep`` of each method
+    run with ``confirm_seeds`` (confirm), and the setting with the highest mean last validation reward runs in full.
     """
 
     seeds: list[int]
     keep: int = switch(MISSING, "best settings of a method that are confirmed", above=0)
     confirm_seeds: list[int]
-    switches: Switches = field(default_factory=dict)  # differences from a full run, its length above all
+    switches: Switches = field(default_factory=dict)  # differences from a full run, such as its length
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Experiment:
     """Settings that are compared with each other.
 
     Args:
-        methods: grid of settings by name: {switch: value or list of values}, or a list of such grids.
-        seeds: of the full runs.
+        methods: by name a grid of settings, {switch: value or list of values}, or a list of such grids.
+        seeds: seeds of the full runs.
         shared: switches of every run; those of a method override them.
         search: how to select a setting of each method; unset, all of them run in full.
-        evaluate: switches of pspo.evaluate by the name of a folder in the run's; of the untrained model, too.
+        evaluate: switches of pspo.evaluate by name of a folder inside a run's; the untrained model is evaluated, too.
     """
 
     methods: dict[str, Switches | list[Switches]]
@@ -66,7 +66,7 @@ class SweepConfig(Section):
     launcher: str | None = switch(None, 'shell command that starts a run and waits for it: "srun sh -c {command}"')
     retry_failed: bool = switch(False, "run failed runs again")
     dry_run: bool = switch(False, "print settings and runs, what the seeds can detect, and the hours; run nothing")
-    pilot: str | None = switch(None, "for a dry run: folder of runs with the noise floor and the time of a step")
+    pilot: str | None = switch(None, "for a dry run: folder of runs that give the noise floor and the time of a step")
     sd: float | None = switch(None, "without a pilot: SD of the difference of two seeds in points", above=0)
 
 
@@ -74,7 +74,7 @@ class SweepConfig(Section):
 class Job:
     """A training run, and the evaluations of its best model by folder.
 
-    In the stage "untrained" there are the evaluations alone, of the model that the runs begin with.
+    In the stage "untrained" a job has evaluations alone, of the model that the runs begin with.
     """
 
     folder: Path  # its .yaml, .log and .failed lie next to it
@@ -106,20 +106,20 @@ class Method:
     experiment: str
     name: str
     settings: dict[str, Switches]  # by name
-    stages: dict[str, int | None]  # how many settings take part in each, in order; None: all
-    possible: list[Job]  # of all settings in all stages
+    stages: dict[str, int | None]  # in order, how many settings take part in a stage; None: all
+    possible: list[Job]  # jobs of all settings in all stages
 
     def jobs(self, stages: list[str], settings: list[str]) -> list[Job]:
         jobs = [job for job in self.possible if job.stage in stages and job.setting in settings]
         return sorted(jobs, key=lambda job: job.seed)
 
     def planned(self) -> list[Job]:
-        """Jobs of all stages; before a search has chosen, of as many settings as it will choose."""
+        """Return the jobs of all stages; until a search has chosen settings, the first ones stand for them."""
         chosen = {stage: self.chosen(stage) or list(self.settings)[:n] for stage, n in self.stages.items()}
         return [job for stage in self.stages for job in self.jobs([stage], chosen[stage])]
 
     def chosen(self, stage: str) -> list[str]:
-        """Settings of a stage: highest mean last validation reward before it; none while a run is missing."""
+        """Return a stage's settings, best mean last validation reward first; [] until earlier stages are finished."""
         before = list(self.stages)[: list(self.stages).index(stage)]
         settings = self.chosen(before[-1]) if before else list(self.settings)
         jobs = self.jobs(before, settings)
@@ -147,7 +147,7 @@ class Method:
 
 
 def make_plan(sweep: SweepConfig) -> list[Method]:
-    """Methods of the sweep, every configuration checked."""
+    """Check every configuration of the sweep, and return its methods."""
     plan: list[Method] = []
     for name in sweep.only or sweep.experiments:
         require(name in sweep.experiments, "only", f"must name experiments ({', '.join(sweep.experiments)})", name)
@@ -165,7 +165,7 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
 
 
 def require_same_switches(folder: Path, values: Switches, ignored: Sequence[str]) -> None:
-    """ValueError if a run or an evaluation that has begun there has other switches than these."""
+    """Raise ValueError if a run or an evaluation has begun in this folder with different switches."""
     if (folder / "metrics.jsonl").exists() or (folder / "completions.jsonl").exists():
         require_same(folder, values, lambda name, *_: name in ignored, "move it away")
 
@@ -192,7 +192,7 @@ def make_method(sweep: SweepConfig, name: str, method: str, grid: Switches | lis
 
 
 def untrained_evaluations(sweep: SweepConfig, name: str, jobs: list[Job]) -> Method:
-    """A job for each model that these jobs begin with: its evaluations."""
+    """Return a method with a job, evaluations alone, for each model that these jobs begin with."""
     possible = {}
     for job in jobs:
         model = job.config["model"]
@@ -207,7 +207,7 @@ def untrained_evaluations(sweep: SweepConfig, name: str, jobs: list[Job]) -> Met
 def setting_jobs(
     sweep: SweepConfig, name: str, setting: str, stage: str, seeds: list[int], switches: Switches
 ) -> list[Job]:
-    """Jobs of a setting in a stage; ValueError if one cannot run or was run with other switches."""
+    """Jobs of a setting in a stage; ValueError if a job cannot run or was run with different switches."""
     prog = f"pspo sweep: {name}/{setting}"
     searching = stage != "full"
     config, switch_values = read_switches(TrainConfig, prog, switches)
@@ -255,7 +255,7 @@ def read_evaluations(name: str, experiment: Experiment) -> dict[str, Settings]:
 
 
 def read_switches(config_class: type[C], prog: str, switches: Switches) -> tuple[C, Settings]:
-    """The configuration of switches, of which null leaves one open, and as YAML has it."""
+    """Return the configuration of these switches, and the same as in YAML; null leaves a switch open."""
     left_open = [name for name, value in switches.items() if value is None and name in find_switches(config_class)]
     # Later words override: a file comes first, and a class before its parameters.
     names = sorted(switches.keys() - left_open, key=lambda name: (name != "config", name.count(".")))

@@ -16,8 +16,8 @@ from pspo_lab.power import Estimate, estimate
 from pspo_lab.runs import STAGES, LabRun, Runs, TestResult, grouped, read_problems, skip_unreadable
 from pspo_lab.settings import make_setting, methods
 
-BASELINES = ("Clip", "NoClip")  # of the paired differences
-TREATMENT = ("algorithm.", "optimizer.")  # what the two of a pair may differ in
+BASELINES = ("Clip", "NoClip")  # methods that paired differences subtract
+TREATMENT = ("algorithm.", "optimizer.")  # switches in which the two runs of a pair may differ
 SEEDS_FOR_AN_INTERVAL = 3
 COMPARED = ("final reward", "area under the curve", "final validation reward")
 OF_SEEDS = ("collapsed", "returned untrained")  # shares, which have no interval
@@ -62,11 +62,11 @@ class Value:
     """A number of a run, or the difference of two runs."""
 
     run: LabRun | None  # None for a model before training
-    row: str  # the setting, that model, or the difference of two settings
+    row: str  # the setting, the untrained model, or the difference of two settings
     column: Column
     value: float
     interval: Sequence[float] | None = None  # 95% over problems
-    answers: pd.Series | None = None  # the problems' values, which it is the mean of; None where they are unknown
+    answers: pd.Series | None = None  # one value per problem, whose mean it is; None if unknown
 
     def __sub__(self, other: "Value") -> "Value":
         answers = None
@@ -77,10 +77,10 @@ class Value:
 
 
 def accuracies(runs: Runs, *stages: str, sampled: bool = False) -> list[Value]:
-    """Values of tests in these stages, greedy or all. An evaluation counts before the summary's same number."""
+    """Return values of tests in these stages, greedy or all; an evaluation replaces the same number of a summary."""
     has_limits = len({test.limit for test in runs.tests} - {None}) > 1
     values: dict[tuple[LabRun | str, Column], Value] = {}
-    for test in sorted(runs.tests, key=lambda test: STAGES.index(test.stage)):  # of one stage a run's summary is first
+    for test in sorted(runs.tests, key=lambda test: STAGES.index(test.stage)):  # a stage begins with the summary
         is_greedy = test.temperature == "0"
         if test.stage not in stages or not (is_greedy or sampled):
             continue
@@ -101,7 +101,7 @@ def accuracies(runs: Runs, *stages: str, sampled: bool = False) -> list[Value]:
 
 
 def shown_measures(test: TestResult) -> list[str]:
-    """Accuracies, of samples also pass@k and maj@k; without gold answers the reward."""
+    """Return the accuracies, and for samples pass@k and maj@k; without gold answers, the mean reward."""
     shown = "accuracy|gold_anywhere" if "accuracy" in test.numbers else "mean_reward"
     if test.temperature != "0":
         shown += "|(pass|maj)@.*"
@@ -109,7 +109,7 @@ def shown_measures(test: TestResult) -> list[str]:
 
 
 def problem_values(test: TestResult, measure: str) -> pd.Series | None:
-    """A measure of each problem of a test; None without their file."""
+    """Return a measure of each problem of a test; None if the file of completions is missing."""
     if test.file.exists():
         with skip_unreadable(test.file):
             return read_problems(test.file)[test.temperature].get(measure)
@@ -117,13 +117,13 @@ def problem_values(test: TestResult, measure: str) -> pd.Series | None:
 
 
 def smoothed(values: pd.Series) -> pd.Series:
-    """Means over the windows of a tenth of consecutive values, under the index of each window's last value."""
+    """Return means over sliding windows, each a tenth of the values, under the index of a window's last value."""
     windows = np.lib.stride_tricks.sliding_window_view(values, math.ceil(len(values) / 10))
     return pd.Series(windows.mean(axis=1), values.index[-len(windows) :])
 
 
 def learning(runs: Runs) -> list[Value]:
-    """Values of the course of the training reward."""
+    """Return the values that describe the course of the training reward."""
     courses = {}
     for run in runs.labels:
         metrics = run.metrics.reindex(columns=["reward", "validation_reward"])
@@ -150,7 +150,7 @@ def learning(runs: Runs) -> list[Value]:
 
 
 def paired_differences(runs: Runs) -> list[Value]:
-    """Every setting minus every baseline of its experiment, by seed; of two baselines one difference."""
+    """Return every setting minus every baseline of its experiment, by seed; two baselines have one difference."""
     rest = {run: make_setting(run.switches, ignore=TREATMENT) for run in runs.labels}
     is_baseline = {run: method in BASELINES for run, method in methods(runs.configs).items()}
     rows = list(dict.fromkeys(runs.labels.values()))
@@ -170,7 +170,7 @@ def paired_differences(runs: Runs) -> list[Value]:
 
 
 def main_values(runs: Runs) -> list[Value]:
-    """Values of the one column that settings are compared in first: a test, or the reward."""
+    """Return the values of the column in which settings are compared first: a test, or the reward."""
     values = accuracies(runs, "after") or learning(runs)
     return [value for value in values if value.column == values[0].column]
 
@@ -190,9 +190,9 @@ class Cell:
     column: Column
     seeds: int  # 0 for a model before training
     mean: float
-    interval: Sequence[float] | None  # 95%: of three seeds or more over seeds and problems, of one over problems
-    estimate: Estimate | None = None  # of three seeds or more
-    holm: float | None = None  # p of a difference, adjusted for the number of all in its table by Holm (1979)
+    interval: Sequence[float] | None  # 95%: from three seeds on over seeds and problems, for one seed over problems
+    estimate: Estimate | None = None  # from three seeds on
+    holm: float | None = None  # p of a difference, adjusted for all differences in the table by Holm (1979)
 
     def record(self) -> dict[str, Any]:
         """Columns of table.csv, in which shares are written as shares."""
@@ -228,7 +228,7 @@ def make_cells(values: Iterable[Value]) -> list[Cell]:
 
 
 def estimate_seeds(seeds: Sequence[Value]) -> Estimate:
-    """Estimate over seeds, and over problems where all seeds have answers to the same ones."""
+    """Estimate over seeds, and also over problems if all seeds have answers to the same problems."""
     answers = [value.answers for value in seeds]
     if all(one is not None and one.index.equals(answers[0].index) for one in answers):
         matrix = np.stack(answers)
@@ -237,7 +237,7 @@ def estimate_seeds(seeds: Sequence[Value]) -> Estimate:
 
 
 def mean_over_seeds(values: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Seeds, mean and, from three seeds on, Student's 95% interval, low and high: of the points of curves."""
+    """Return each point's number of seeds, mean and, from three seeds on, Student's 95% interval, low and high."""
     groups = values.groupby([*by], sort=False)["value"]
     cells = groups.agg(seeds="size", mean="mean", sem="sem").reset_index()
     half = t.ppf(0.975, cells["seeds"] - 1) * cells["sem"]
@@ -246,7 +246,7 @@ def mean_over_seeds(values: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def tables(runs: Runs) -> dict[str, list[Cell]]:
-    """Cells of the tables of one task by title."""
+    """Return the cells of one task's tables, by title of the table."""
     by_title = {
         "Accuracy": make_cells(accuracies(runs, *STAGES, sampled=True)),
         "Learning": make_cells(learning(runs)),
@@ -256,14 +256,14 @@ def tables(runs: Runs) -> dict[str, list[Cell]]:
 
 
 def add_holm(differences: Sequence[Cell]) -> list[Cell]:
-    """The cells with holm, where they have an estimate."""
+    """Return the cells, with ``holm`` where a cell has an estimate."""
     p = pd.Series({i: float(cell.estimate.p()) for i, cell in enumerate(differences) if cell.estimate}, dtype=float)
     adjusted = (p.sort_values() * np.arange(len(p), 0, -1)).cummax().clip(upper=1)
     return [replace(cell, holm=adjusted.get(i)) for i, cell in enumerate(differences)]
 
 
 def table_texts(title: str, cells: Sequence[Cell]) -> dict[str, str]:
-    """A table in 100 columns, by test, or of differences by column."""
+    """Return the texts of a table, 100 characters wide: one for each test, or for differences one for each column."""
     make_table = difference_table if title == DIFFERENCES else value_table
     parts = grouped(cells, lambda cell: str(cell.column) if title == DIFFERENCES else cell.column.test)
     frames = {part: make_table(of_part).rename(index=one_line, columns=one_line) for part, of_part in parts.items()}
@@ -271,7 +271,7 @@ def table_texts(title: str, cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def value_table(cells: Sequence[Cell]) -> pd.DataFrame:
-    """Texts: "86.8 [86.0, 87.5]", its number of seeds behind it where that is not the row's."""
+    """Return texts such as "86.8 [86.0, 87.5]", with the number of seeds where it differs from the row's."""
     seeds: dict[str, int] = {}
     for cell in cells:
         seeds[cell.row] = max(seeds.get(cell.row, 0), cell.seeds)

@@ -1,8 +1,8 @@
 """Look inside runs: ``pspo view RUN [RUN ...]`` writes a page of curves, groups, tokens, tests, findings.
 
-RUN is a run's folder, or one that holds some. A run in progress is shown up to now.
-``--surrogates 'Clip(epsilon=0.1)' PSPO my_loss.SoftClip`` compares the tokens' weights under these; unset, under
-all of `pspo.losses`.
+RUN is a run's folder, or a folder above several runs. A run in progress is shown up to now.
+``--surrogates 'Clip(epsilon=0.1)' PSPO my_loss.SoftClip`` compares the tokens' weights under these surrogates;
+unset, under all surrogates of `pspo.losses`.
 
 The page is one HTML file that asks no host for anything. Charts are uPlot's (https://github.com/leeoniya/uPlot, MIT).
 """
@@ -46,20 +46,20 @@ from pspo_lab.settings import DATA, MODEL, SURROGATE, differing, methods, short_
 from pspo_lab.tables import mean_over_seeds
 
 FOLDER = Path(__file__).parent / "page"
-TOKEN_TYPES = COLUMNS | {"token_id": float}  # which a run of another trainer may lack
+TOKEN_TYPES = COLUMNS | {"token_id": float}  # a run of another trainer may lack token ids
 NEWEST = ("reward", "validation_reward", "entropy", "kl_old_new", "truncated_share")  # in the table of runs
 MEASURES = ("mean_reward", "accuracy", "gold_anywhere")
 MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
-MOST_SAMPLES = 8_000  # completions on it, of each run
-MOST_CHANGES = 200  # test problems that came out differently
+MOST_SAMPLES = 8_000  # completions of each run on a page
+MOST_CHANGES = 200  # test problems whose reward changed, on a page
 
 Record = dict[str, Any]
 
 
 def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
-    """Everything on the page, by the names that page.js reads; ``surrogates`` by the name they are shown by.
+    """Return all that the page shows, under the names that page.js reads; the keys of ``surrogates`` are shown.
 
-    Its groups: {run, step, problem, prompt, gold, completions: [{reward, advantage, rewards, text, truncated, ...,
+    A group is {run, step, problem, prompt, gold, completions: [{reward, advantage, rewards, text, truncated, ...,
     recorded: {text, id, position, old_logprob, ..., visits: [{step, logprob, entropy, weights: {surrogate: ...}}]}}]}.
     """
     names = short_names(runs.configs)
@@ -81,7 +81,7 @@ def page_data(runs: Runs, surrogates: dict[str, Surrogate]) -> Record:
 
 
 def setting_curves(runs: Runs) -> Iterator[Record]:
-    """By setting, every metric's mean over seeds at each step, and from three seeds on the ends of its 95% interval."""
+    """Yield each setting's metrics at each step: the mean over seeds and, from three seeds on, the 95% interval."""
     members = grouped(runs.labels, lambda run: run.setting)
     number = {run.name: i for i, seeds in enumerate(members.values()) for run in seeds}
     method = methods(runs.configs)
@@ -102,12 +102,12 @@ def setting_curves(runs: Runs) -> Iterator[Record]:
 
 
 def encode_floats(values: Any) -> str:
-    """Numbers as the base64 text of float32, which the page reads without rounding."""
+    """Encode numbers as the base64 text of float32, which the page reads without rounding."""
     return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
 
 
 def describe_run(run: LabRun, label: str, varied: dict[str, str]) -> Record:
-    """A run's name and ends, its row in the table of runs (``varied``: switches by name), and what the doctor finds."""
+    """Return a run's name, results, findings and row in the table of runs, with a column for each of ``varied``."""
     switches = run.switches
     summary = run.summary
     method = switches[SURROGATE].rpartition(".")[2]
@@ -139,7 +139,7 @@ def describe_run(run: LabRun, label: str, varied: dict[str, str]) -> Record:
 
 
 def changed_tests(folder: Path) -> Record:
-    """Test problems whose completion changed its reward in training, how many, and the first: the worst."""
+    """Return how many test problems got a worse or better reward by training, and the first of them, worst first."""
     tests = (read_jsonl(folder / f"test-{when}.jsonl") for when in ("before", "after"))
     pairs = [(old, new) for old, new in zip(*tests, strict=False) if None not in (old["reward"], new["reward"])]
     changed = [(old, new) for old, new in pairs if old["reward"] != new["reward"]]
@@ -159,7 +159,7 @@ def prompt_text(prompt: str | Messages) -> str:
 
 
 def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -> Record:
-    """The recorded groups of all runs, with the visits to their tokens; beyond `MOST_TOKENS` some rollouts' only."""
+    """Return the recorded groups of all runs, with visits to tokens; beyond `MOST_TOKENS`, of some rollouts only."""
     files = [{step_of(file): file for file in numbered(folder / TOKENS, ".parquet")} for folder in folders]
     visits = 0
     for file in (file for run_files in files for file in run_files.values()):
@@ -183,7 +183,7 @@ def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -
 
 
 def make_groups(run: int, samples: Sequence[Record], tokens: dict[int, Record]) -> Iterator[Record]:
-    """The groups of a rollout from its lines of ``samples.jsonl``, and tokens by line; None for what is not there."""
+    """Yield a rollout's groups from its lines of ``samples.jsonl`` and tokens by line; a missing value is None."""
     completions = []
     for row, sample in enumerate(samples):
         values = {name: sample.get(name) for name in ("sample", "reward", "advantage", "tokens", "truncated")}
@@ -203,7 +203,7 @@ def make_groups(run: int, samples: Sequence[Record], tokens: dict[int, Record]) 
 
 
 def recorded_tokens(file: Path, n_rows: int, surrogates: dict[str, Surrogate]) -> dict[int, Record]:
-    """The tokens of a rollout's rows, with the optimizer steps' visits to them; the run's own weights are named ""."""
+    """Return by row a rollout's tokens, with the optimizer steps' visits to them; "" names the run's own weights."""
     try:
         table = pd.read_parquet(file).reindex(columns=[*TOKEN_TYPES]).astype(TOKEN_TYPES)
         if table["row"].max() >= n_rows:
@@ -212,7 +212,7 @@ def recorded_tokens(file: Path, n_rows: int, surrogates: dict[str, Surrogate]) -
         warn(f"{file} is not what a run records ({error}); left out")
         return {}
     table = table.sort_values(["step", "row", "position"], ignore_index=True)
-    if table[["logprob", "old_logprob", "advantage"]].notna().any().all():  # none if no optimizer step visited it
+    if table[["logprob", "old_logprob", "advantage"]].notna().any().all():  # not if no step visited the rollout
         for name, surrogate in surrogates.items():
             steps = [surrogate_weights(surrogate.bind_step(step - 1), visits) for step, visits in table.groupby("step")]
             table[f"weight {name}"] = pd.concat(steps)
@@ -230,7 +230,7 @@ def recorded_tokens(file: Path, n_rows: int, surrogates: dict[str, Surrogate]) -
 
 
 def make_visit(step: int, visit: pd.DataFrame, surrogates: Iterable[str]) -> Record:
-    """An optimizer step's visit to the tokens of a completion."""
+    """Return an optimizer step's visit to the tokens of a completion."""
     weights = encode_columns(visit, [f"weight {name}" for name in surrogates] + ["weight"])
     return {
         "step": int(step),
@@ -240,7 +240,7 @@ def make_visit(step: int, visit: pd.DataFrame, surrogates: Iterable[str]) -> Rec
 
 
 def encode_columns(table: pd.DataFrame, names: Sequence[str]) -> dict[str, str]:
-    """The columns that have values, as `encode_floats` writes them."""
+    """Encode the columns that have values by `encode_floats`."""
     return {name: encode_floats(table[name]) for name in names if name in table and table[name].notna().any()}
 
 
@@ -254,7 +254,7 @@ def surrogate_weights(surrogate: Callable[..., Tensor], table: pd.DataFrame) -> 
 
 
 def surrogate_curve(surrogate: Surrogate | None) -> Record | None:
-    """dL/dlogprob against the ratio for advantages 1 and -1; None if it depends on the rest of a completion."""
+    """Return dL/dlogprob at each ratio for advantages 1 and -1; None if it depends on the rest of a completion."""
     above, below = (token_curve(surrogate, advantage) if surrogate else None for advantage in (1.0, -1.0))
     if above is None or below is None:
         return None
@@ -262,7 +262,7 @@ def surrogate_curve(surrogate: Surrogate | None) -> Record | None:
 
 
 def parse_surrogate(text: str) -> Surrogate:
-    """A surrogate from ``PSPO``, ``Clip(epsilon=0.1)`` or ``my_loss.SoftClip(width=2)``; ValueError if it is none."""
+    """Make a surrogate from ``PSPO``, ``Clip(epsilon=0.1)`` or ``my_loss.SoftClip(width=2)``; ValueError otherwise."""
     match = re.fullmatch(r"([\w.]+)(?:\((.*)\))?", text)
     if match is None:
         raise ValueError(f"--surrogates {text}: write Name or 'Name(parameter=1.0)'")
@@ -272,7 +272,7 @@ def parse_surrogate(text: str) -> Surrogate:
 
 
 def make_page(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
-    """The HTML of runs, or folders that hold some; ValueError if there is none, or a surrogate cannot be made."""
+    """Return the HTML page of the runs below the roots; ValueError without any run, or for an invalid surrogate."""
     files = {"css": "page.css", "js": "page.js", "uplot_js": "uplot.js"}
     assets = {name: Markup((FOLDER / file).read_text(encoding="utf-8")) for name, file in files.items()}
     template = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html.j2")
@@ -282,7 +282,7 @@ def make_page(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
     if not runs.labels:
         raise ValueError(f"no run is in {', '.join(map(str, roots))}")
     content = json.dumps(plain(page_data(runs, compared))).encode()  # ASCII: lone surrogates are escaped
-    data = base64.b64encode(gzip.compress(content, mtime=0)).decode()  # in which no text can end the element
+    data = base64.b64encode(gzip.compress(content, mtime=0)).decode()  # base64: no text can end the element
     return template.render(title=", ".join(root.resolve().name for root in roots), data=data, **assets)
 
 
@@ -290,7 +290,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("pspo view", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders above them")
     parser.add_argument("--output", type=Path, help="the file (default: view.html in the first folder with a run)")
-    parser.add_argument("--surrogates", nargs="+", default=[], metavar="SURROGATE", help="compare tokens under these")
+    parser.add_argument("--surrogates", nargs="+", default=[], metavar="SURROGATE", help="compare weights under these")
     options = parser.parse_args(args)
     with user_errors("pspo view"):
         runs = run_folders(options.runs)
