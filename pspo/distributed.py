@@ -1,6 +1,6 @@
 """Several ranks, one per GPU: ``torchrun --nproc-per-node 8 -m pspo.train --distributed.strategy fsdp2 ...``.
 
-Every rank generates, scores and trains on its own prompts, whole groups. Gradients are summed over the ranks, and so
+Every rank generates, scores and trains on whole groups of its own prompts. Gradients are summed over the ranks, and so
 are the counts that a loss is divided by. In a single process nothing is communicated.
 
 * ddp: every rank holds the whole model and optimizer; gradients are summed once per optimizer step.
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pspo.signals import end_with_parent
 
-TIMEOUT = 600.0  # seconds that ranks wait for each other
+TIMEOUT = 600.0  # seconds that ranks wait for each other at most
 T = TypeVar("T")
 
 
@@ -47,7 +47,7 @@ def visible_gpus() -> list[str]:
 
 
 def init(strategy: str, timeout: float = TIMEOUT) -> None:
-    """Join the other ranks, if torchrun started this one; ValueError if strategy and launcher do not fit."""
+    """Join the other ranks, if torchrun started this process; ValueError if strategy and launcher do not fit."""
     if torch_dist.is_initialized():  # by an earlier run in this process
         return
     if not launched_by_torchrun():
@@ -66,7 +66,7 @@ def init(strategy: str, timeout: float = TIMEOUT) -> None:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a command; under torchrun, wait for every rank and end the process, whose shutdown gloo could abort."""
+    """Run a command. Under torchrun, wait for all ranks, and exit without Python's shutdown, which gloo could abort."""
     if not launched_by_torchrun():
         return main()
     end_with_parent()
@@ -78,10 +78,10 @@ def run_main(main: Callable[[], None]) -> None:
             torch_dist.destroy_process_group()
     except SystemExit as error:
         code = error.code or 0
-        if isinstance(code, str):  # a message, as Python takes it
+        if isinstance(code, str):  # a message, which Python would print
             print(code, file=sys.stderr)
             code = 1
-    atexit._run_exitfuncs()  # trackers register some; Python offers no public way
+    atexit._run_exitfuncs()  # trackers register exit functions; Python has no public way to run them
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -103,14 +103,14 @@ def is_main() -> bool:
 
 
 def run_on_main(function: Callable[[], T]) -> T:
-    """Call ``function`` on rank 0 and return its result on every rank; if it raises, the others exit with its code."""
+    """The result of ``function``, called on rank 0, on every rank; if it raises, all other ranks exit with its code."""
     result: Any = None
     code = 0
     try:
         if is_main():
             result = function()
     except BaseException as error:
-        code = 2 if isinstance(error, ValueError | OSError) else 1  # as `pspo.errors` has it
+        code = 2 if isinstance(error, ValueError | OSError) else 1  # exit codes as in `pspo.errors`
         raise
     finally:
         result, code = gather_objects((result, code))[0]
@@ -129,13 +129,13 @@ def gather_objects(value: T) -> list[T]:
 
 
 def gather_on_main(values: list[T]) -> list[T]:
-    """On rank 0 the values of every rank, in rank order; none elsewhere. Tensors must be on the CPU."""
+    """On rank 0 the values of every rank, in rank order; on other ranks []. Tensors must be on the CPU."""
     gathered = gather_objects(values)
     return [value for values in gathered for value in values] if is_main() else []
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Sum in place over the ranks, and return the tensor."""
+    """Sum a tensor over the ranks in place, and return it."""
     torch_dist.all_reduce(values)
     return values
 
@@ -161,7 +161,7 @@ def take_rank_share(items: list[T], minibatches: int) -> list[T]:
 
 
 def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
-    """Shard a model layer by layer: each rank keeps its part, on its device; passes gather it in autocast's dtype."""
+    """Shard a model layer by layer: each rank keeps a part on its device; passes gather layers in autocast's dtype."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     precision = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=None if autocast is None else torch.float32)
@@ -170,7 +170,7 @@ def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
         fully_shard(module, mp_policy=precision, reshard_after_forward=True)
         module.set_gradient_divide_factor(1.0)  # a sum, not a mean
         module.set_force_sum_reduction_for_comms(True)  # gloo divides otherwise
-    policy.call_with_weights = operator.call  # of a function without arguments
+    policy.call_with_weights = operator.call  # calls a function without arguments
     register_fsdp_forward_method(policy, "call_with_weights")  # FSDP gathers weights for it, as for `forward`
 
 
@@ -188,7 +188,7 @@ def gathers_weights(function: Callable[..., T]) -> Callable[..., T]:
 
 def is_sharded(model: nn.Module) -> bool:
     """True for a model that `shard` has spread over the ranks."""
-    return hasattr(model, "set_reshard_after_forward")  # an FSDPModule's
+    return hasattr(model, "set_reshard_after_forward")  # only an FSDPModule has it
 
 
 @contextlib.contextmanager
@@ -212,14 +212,14 @@ def sum_gradients(model: nn.Module) -> None:
         return
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
-        if parameter.grad is None:  # unused on this rank; another may have used it
+        if parameter.grad is None:  # unused on this rank; another rank may have used it
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     for handle in [torch_dist.all_reduce(parameter.grad, async_op=True) for parameter in trained]:
         handle.wait()
 
 
 def shard_like(parameter: Tensor, values: Tensor) -> Tensor:
-    """Rank 0's values, spread over the ranks as the parameter is."""
+    """Rank 0's values, sharded over the ranks as the parameter is."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)
@@ -241,12 +241,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather_shards(value: Any) -> Any:
-    """The value, a dict however nested, with its sharded tensors whole on rank 0's CPU, and None elsewhere."""
+    """A nested dict (or one value) with each sharded tensor whole on rank 0's CPU; on other ranks None in its place."""
     if isinstance(value, dict):
         return {name: gather_shards(part) for name, part in value.items()}
     if not hasattr(value, "placements"):
         return value
-    whole = value.full_tensor()  # by all ranks
+    whole = value.full_tensor()  # all ranks take part
     return whole.cpu() if is_main() else None
 
 
@@ -259,7 +259,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's state, of a sharded model what `gather_shards` has made whole."""
+    """Load an optimizer's state; for a sharded model, shard the tensors that `gather_shards` has made whole."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, values in state.get("state", {}).items():
         parameter = parameters[number]

@@ -139,7 +139,7 @@ def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: st
     text_config = load_model_config(config).get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None) or math.inf
     rope = getattr(text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond these it changes its frequencies for a whole batch
+    if rope.get("rope_type") == "longrope":  # beyond the original positions a batch gets other frequencies
         positions = rope["original_max_position_embeddings"]
     require(positions > max_completion_tokens, switch, f"must be below {positions} positions", max_completion_tokens)
     return positions - max_completion_tokens

@@ -130,6 +130,6 @@ def write_model(
         saved = copy.deepcopy(generation_config)
         stops = stop_token_ids(policy, tokenizer)
         if stops != [saved.eos_token_id]:
-            saved.eos_token_id = stops  # a base model's eos does not end a turn, but completions end there
+            saved.eos_token_id = stops  # completions end with a turn, which a base model's eos does not end
         saved.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     tokenizer.save_pretrained(folder)

@@ -145,7 +145,7 @@ def share_prefix(
 
 
 def attends_fully(model: PreTrainedModel) -> bool:
-    """True if every layer attends to all earlier tokens, wherever padding lies; windows and ALiBi count columns."""
+    """True if all layers attend to all earlier tokens, wherever padding lies; windows and ALiBi count columns."""
     config = model.config.get_text_config()
     windows = "local" in getattr(config, "attention_layers", ())  # GPT-Neo's, which its cache does not show
     alibi = getattr(config, "alibi", config.model_type in ("bloom", "mpt"))

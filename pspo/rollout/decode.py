@@ -1,7 +1,7 @@
 """The decoding loop: prefill -> sample -> forward pass -> sample -> forward pass -> ... -> sample.
 
-Each prompt is prefilled once for its group, keys and values go into buffers allocated once, the nucleus is sampled
-without sorting the vocabulary, and finished rows leave the batch.
+Each prompt is prefilled once for its group. Keys and values go into buffers that are allocated once. Nuclei are sampled
+without sorting the vocabulary. Finished rows leave the batch.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pspo.rollout.drawing import NucleusRecorder, draw_tokens
 from pspo.rollout.types import Completions, Padded, Sampling
 
 GPU_CHECK_EVERY = 16  # tokens between checks for finished rows: each makes the CPU wait for the GPU
-MIN_FINISHED = 0.25  # share of the rows in the batch that is worth copying the cache without them
+MIN_FINISHED = 0.25  # from this share of finished rows on, the cache is copied without them
 
 
 class Prefill(NamedTuple):
     """Result of a pass over N prompts (N, P)."""
 
     logits: Tensor  # (N, V), of the next token
-    positions: Tensor  # (N, 1), the last ones
+    positions: Tensor  # (N, 1), of the last tokens
     mask: Tensor  # (N, P), of the columns with keys and values
     cache: DynamicCache
 
 
 def prefill(model: PreTrainedModel, prompts: Padded) -> Prefill:
-    """Pass prompts (N, P) through the model once, on a CPU their common beginning once for all."""
+    """Pass prompts (N, P) through the model once; on a CPU, their common beginning once for all of them."""
     positions = (prompts.mask.long().cumsum(dim=1) - 1).clamp(min=0)
     prefix = share_prefix(model, prompts.ids, prompts.mask, prompts.mask.long(), positions)
     L = prefix.length
@@ -56,7 +56,7 @@ def next_logits(model: Callable[..., Any], cache: DynamicCache, ids: Tensor, mas
 class BufferedLayer(DynamicLayer):
     """A prefilled full-attention cache layer, repeated for each row of a group, that writes into preallocated buffers.
 
-    They are (rows, heads, P + T, dim); `keys` and `values` are views of the filled part.
+    The buffers are (rows, heads, P + T, dim); `keys` and `values` are views of the filled part.
     """
 
     def __init__(self, layer: DynamicLayer, group_size: int, max_completion_tokens: int):
@@ -82,7 +82,7 @@ class BufferedLayer(DynamicLayer):
 
 
 def cache_dtype(states: Tensor) -> torch.dtype:
-    """The dtype of buffers for keys and values: autocast's, or attention would cast all of them at every step."""
+    """The dtype of buffers for keys and values: autocast's where on, or attention would cast all at every step."""
     device_type = states.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
 
@@ -91,7 +91,7 @@ class DecodeState:
     """All B = N * group_size completions so far, and the b rows that are still in the batch."""
 
     def __init__(self, model: PreTrainedModel, prompts: Padded, sampling: Sampling, group_size: int) -> None:
-        """Prefill, and repeat what comes of each prompt for the rows of its group."""
+        """Prefill the prompts, and repeat the results of each prompt for the rows of its group."""
         limit = sampling.max_completion_tokens
         logits, positions, mask, self.cache = prefill(model, prompts)
         for i, layer in enumerate(self.cache.layers):
@@ -104,10 +104,10 @@ class DecodeState:
             mask = mask.bool()[:, None, None]  # the form that attention needs, made once
         self.mask = mask  # (b, P + T), or (b, 1, 1, P + T) bool, of all columns
         self.logits = logits.repeat_interleave(group_size, dim=0)  # (b, V), of the next token
-        self.positions = positions.repeat_interleave(group_size, dim=0)  # (b, 1) int64, of the token before it
+        self.positions = positions.repeat_interleave(group_size, dim=0)  # (b, 1) int64, of the last token
         self.live = torch.arange(len(mask), device=model.device)  # (b,) indices of the rows in the batch
-        self.ended = torch.zeros_like(self.live, dtype=torch.bool)  # (b,), their completions that have ended
-        self.tokens = self.live  # (b,) int64, those drawn last
+        self.ended = torch.zeros_like(self.live, dtype=torch.bool)  # (b,), true where the row's completion has ended
+        self.tokens = self.live  # (b,) int64, drawn last
         self.length = 0  # tokens drawn so far in every live row
         self.completions = self.live.new_full((len(mask), limit), sampling.pad_id)  # (B, T)
         self.logprobs = torch.zeros_like(self.completions, dtype=torch.float32) if sampling.logprobs else None
@@ -162,7 +162,7 @@ def decode(
 def generate_by_library(
     model: PreTrainedModel, prompts: Padded, sampling: Sampling, stops: StopStringCriteria | None, group_size: int
 ) -> Completions:
-    """`decode` by transformers' own `generate`, the reference, without the model's generation config."""
+    """Decode by transformers' own `generate`, without the model's generation config; the reference for `decode`."""
     prompt_ids = prompts.ids.to(model.device).repeat_interleave(group_size, dim=0)
     prompt_mask = prompts.mask.long().to(model.device).repeat_interleave(group_size, dim=0)
     width = prompt_ids.shape[1]
@@ -174,15 +174,15 @@ def generate_by_library(
         do_sample=not greedy,
         temperature=1.0 if greedy else sampling.temperature,
         top_p=1.0 if greedy else sampling.top_p,
-        top_k=50 if greedy else sampling.top_k,  # 50 is the library's default: any other draws a warning when greedy
+        top_k=50 if greedy else sampling.top_k,  # 50 is the library's default: any other value warns when greedy
         max_new_tokens=sampling.max_completion_tokens,
         eos_token_id=list(sampling.stop_ids) or None,
         pad_token_id=sampling.pad_id,
     )
     hidden_config = model.generation_config
     training = model.training
-    model.generation_config = GenerationConfig()  # unset fields would be filled from its own
-    model.eval()  # as a KV cache needs it
+    model.generation_config = GenerationConfig()  # unset fields would be filled from the model's
+    model.eval()  # a KV cache needs it
     try:
         rows = model.generate(
             prompt_ids, attention_mask=prompt_mask, generation_config=config, stopping_criteria=criteria

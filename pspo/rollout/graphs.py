@@ -1,9 +1,9 @@
-"""Decoder "graphs": the decoding loop for a GPU, a whole step of which is one CUDA graph.
+"""Decoder "graphs": the decoding loop for a GPU. One CUDA graph computes a whole step.
 
 Shapes and addresses never change: keys and values are written at a column that is a tensor, and the attention mask
-hides the columns that are not written yet. Every 16 tokens the CPU asks how many rows are left. Once half of the rows
-can hold them, they move to the front, and a graph of half as many rows decodes on. Buffers and graphs are kept for the
-next rollout. A smaller one takes the beginning of each buffer: what it draws does not depend on earlier rollouts.
+hides the columns that are not written yet. Every 16 tokens the CPU asks how many rows are unfinished. Once half of the
+rows can hold these, they move to the front, and a graph of half as many decodes on. Buffers and graphs are kept for
+the next rollout. A smaller rollout begins at each buffer's start: its tokens do not depend on earlier rollouts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pspo.rollout.decode import GPU_CHECK_EVERY, Prefill, cache_dtype, next_logi
 from pspo.rollout.drawing import draw_tokens, set_torch_states, torch_states
 from pspo.rollout.types import Completions, Padded, Sampling
 
-MIN_ROWS = 8  # of a graph: fewer are hardly faster
-COLUMN_STEP = 64  # the number of columns is a multiple: a prompt that is a little longer needs no new graphs
+MIN_ROWS = 8  # fewest rows of a graph: fewer are hardly faster
+COLUMN_STEP = 64  # the number of columns is a multiple of this: a slightly longer prompt needs no new graphs
 GRAPH_DECODERS: WeakKeyDictionary[PreTrainedModel, GraphDecoder] = WeakKeyDictionary()
 
 
@@ -39,9 +39,9 @@ def decode_by_graphs(
     limit = sampling.max_completion_tokens
     columns = COLUMN_STEP * math.ceil((prompts.ids.shape[1] + limit) / COLUMN_STEP)
     prefilled = prefill(model, prompts)
-    decoder = GRAPH_DECODERS.pop(model, None)  # kept again at the end: not if memory runs out
+    decoder = GRAPH_DECODERS.pop(model, None)  # put back at the end, unless memory runs out
     if decoder is None or not decoder.fits(prefilled, n, columns, limit):
-        decoder = None  # its buffers go before new ones come
+        decoder = None  # frees its buffers before new ones are allocated
         decoder = GraphDecoder(prefilled, n, columns, limit)
     decoder.load(prefilled, n, columns, sampling, group_size)
     decoder.cast_weights(model)
@@ -63,26 +63,26 @@ def decode_by_graphs(
 
 
 def round_rows(rows: int) -> int:
-    """Rows of a graph for so many: one of four sizes between powers of two; each size needs a graph of its own."""
+    """Round a number of rows up to one of four sizes between powers of two; each size needs a graph of its own."""
     step = 2 ** max(0, (rows - 1).bit_length() - 3)
     return step * math.ceil(rows / step)
 
 
 class GraphDecoder:
-    """Buffers for R rows and C columns, and graphs that decode the first rows of them."""
+    """Buffers for R rows and C columns, and graphs that decode the first of these rows."""
 
     def __init__(self, prefilled: Prefill, rows: int, columns: int, limit: int) -> None:
         device = prefilled.logits.device
         self.size = (rows, columns, limit)
-        self.buffers = []  # flat, of the keys and of the values of each layer
+        self.buffers = []  # flat: for each layer one of keys and one of values
         for layer in prefilled.cache.layers:
             for states in (layer.keys, layer.values):
                 numbers = rows * columns * states.shape[1] * states.shape[3]
                 self.buffers.append(states.new_zeros(numbers, dtype=cache_dtype(states)))
         self.visible_buffer = torch.zeros(rows * columns, dtype=torch.bool, device=device)
-        self.weights: dict[str, Tensor] = {}  # of linear layers in autocast's dtype: a graph would cast them each time
+        self.weights: dict[str, Tensor] = {}  # linear layers' in autocast's dtype: a graph would cast them each time
         self.tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)  # drawn last
-        self.positions = torch.zeros_like(self.tokens)  # of these
+        self.positions = torch.zeros_like(self.tokens)  # of the tokens drawn last
         self.ended = torch.ones(rows, dtype=torch.bool, device=device)
         self.rows = torch.arange(rows, device=device)  # the completion that each row of the buffers decodes
         self.column = torch.zeros(1, dtype=torch.long, device=device)  # to write next
@@ -97,7 +97,7 @@ class GraphDecoder:
         return is_large and cache_dtype(prefilled.cache.layers[0].keys) == self.buffers[0].dtype
 
     def load(self, prefilled: Prefill, n: int, columns: int, sampling: Sampling, group_size: int) -> None:
-        """Begin with prefilled prompts (N, P), each for ``group_size`` of n rows; the others are idle."""
+        """Load prefilled prompts (N, P), each into ``group_size`` of n rows; the rest of the rows are idle."""
         rows = len(prefilled.mask) * group_size
         width = prefilled.mask.shape[1]
         device = self.tokens.device
@@ -111,7 +111,7 @@ class GraphDecoder:
         self.keys = views[::2]  # of each layer, (n, heads, c, dim); n rows and c columns are decoded now
         self.values = views[1::2]
         self.tokens.zero_()
-        self.positions.zero_()  # idle rows count on, too: from call to call they would leave the model's range
+        self.positions.zero_()  # idle rows count on, too, and would in time leave the model's range
         self.positions[:rows] = prefilled.positions.repeat_interleave(group_size, dim=0)
         self.visible = self.visible_buffer[: n * columns].view(n, 1, 1, columns)  # columns that are attended to
         self.visible.fill_(False)
@@ -141,7 +141,7 @@ class GraphDecoder:
             self.weights[key].copy_(weight)
 
     def shrink(self, n: int, live: int) -> int:
-        """Halve the n rows while half as many hold the live ones, and move those to the front; returns their number."""
+        """The new number of rows: n, halved while the live rows fit half. The live rows move to the front."""
         size = n
         while size // 2 >= max(live, MIN_ROWS):
             size //= 2
@@ -160,7 +160,7 @@ class GraphDecoder:
         self.ended[:n] |= to_device(has_stop, self.ended.device)[self.rows[:n]]
 
     def advance(self, model: PreTrainedModel, n: int, sampling: Sampling) -> None:
-        """A token more for the first n rows: by a graph, on a CPU by the step itself."""
+        """Draw one more token for the first n rows: on a GPU by a graph, on a CPU by `step` itself."""
         if self.tokens.device.type != "cuda":
             self.step(model, n, sampling)
             return
@@ -170,7 +170,7 @@ class GraphDecoder:
         self.graphs[key].replay()
 
     def capture(self, model: PreTrainedModel, n: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
-        """Capture a step, after a pass on another stream, as CUDA asks for; what that pass changes is restored."""
+        """Capture a step, after steps on another stream, as CUDA requires; what these steps change is restored."""
         counters = (self.positions, self.visible, self.column, self.length)
         changed = (*counters, self.tokens, self.ended, self.completions, self.logprobs)
         saved = [buffer.clone() for buffer in changed]
@@ -196,7 +196,7 @@ class GraphDecoder:
         return graph
 
     def step(self, model: PreTrainedModel, n: int, sampling: Sampling) -> None:
-        """A forward pass over the tokens drawn last, and the next token of each of the first n rows."""
+        """Pass the tokens drawn last through the model, and draw the next token of each of the first n rows."""
         self.positions[:n] += 1
         self.visible[:n].index_fill_(3, self.column, True)
         cache = DynamicCache(config=model.config)
@@ -232,7 +232,7 @@ class GraphDecoder:
 
 
 class FixedLayer(DynamicLayer):
-    """A cache layer of whole buffers (n, heads, C, dim), written at a column (1,) int64 that others move."""
+    """A cache layer of whole buffers (n, heads, C, dim), written at a column (1,) int64 that the decoder moves."""
 
     def __init__(self, keys: Tensor, values: Tensor, column: Tensor):
         super().__init__()
