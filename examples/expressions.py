@@ -1,6 +1,6 @@
 """Word problems that are answered by an expression such as 12 - 4, which a program evaluates.
 
-python -m examples.expressions runs/asdiv-one-step  # from the hub; with a last word data, data/asdiv/ASDiv.xml
+python -m examples.expressions runs/asdiv-one-step  # from the hub; add data to read data/asdiv/ASDiv.xml
 pspo train --config configs/smollm2/train.yaml
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pspo.tasks import Problem, load_problems
 
-KINDS = ("Addition", "Subtraction", "Sum", "Difference")  # of ASDiv's problems: those of one step
+KINDS = ("Addition", "Subtraction", "Sum", "Difference")  # ASDiv's categories of one step
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 EXPRESSION = re.compile(r"\d[\d.]*(?: ?[-+*/] ?\$?\d[\d.]*)+", re.ASCII)
 

@@ -3,7 +3,7 @@
     pip install reasoning-gym
     python examples/from_reasoning_gym.py chain_sum
 
-The embedded model solves hardly any: for results add `model="Qwen/Qwen2.5-0.5B-Instruct"` to the call.
+The embedded model solves hardly any problem. For results, add `model="Qwen/Qwen2.5-0.5B-Instruct"` to the call.
 """
 
 import sys

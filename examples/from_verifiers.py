@@ -1,6 +1,6 @@
 """Train on a taskset written for `verifiers` 0.4: its tasks are the problems, its reward methods the reward.
 
-Tasks of one turn, whose scoring needs no container.
+The tasks must have one turn, and scoring that needs no container.
 """
 
 import asyncio

@@ -46,19 +46,19 @@ def train(steps: int = STEPS, seed: int = 0) -> torch.nn.Module:
         groups = rewards.view(PROMPTS, GROUP)
         better = groups - groups.mean(dim=1, keepdim=True)
         deviation = (better.square().sum(dim=1, keepdim=True) / (GROUP - 1)).sqrt()
-        all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)  # teaches nothing; 0 exactly
+        all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)  # such a group teaches nothing: exactly 0
         advantages = torch.where(all_equal, 0.0, better / (deviation + 1e-4)).flatten()  # (B,)
 
-        # 4. The rows that have a gradient, (b, t); those without need no forward pass. b <= B, t <= T.
+        # 4. The rows that have a gradient, (b, t); rows without a gradient need no forward pass. b <= B, t <= T.
         rows = rows_to_train(rollout, advantages)
-        trained = rollout.rows(rows)  # on the CPU, as all rollouts
+        trained = rollout.rows(rows)  # on the CPU, like all rollouts
         mask = trained.completion_mask.to(policy.device)
 
-        # 5. Two epochs over the same rollout. In the first the policy is still the one that drew it: the ratio is 1.
+        # 5. Two epochs over the same rollout. In the first the policy has not moved since it drew: the ratio is 1.
         old_logprobs = None
         for _ in range(EPOCHS):
             hidden = hidden_states(policy, trained, shared=True)  # (N, H), of the N tokens drawn: one pass
-            leaf = hidden.detach().requires_grad_()  # the output embedding and the loss come back to here first
+            leaf = hidden.detach().requires_grad_()  # loss.backward() stops here
             drawn, _ = head_logprobs(policy, leaf, trained.targets(slice(None)), TEMPERATURE)  # (N,), and entropies
             logprobs = unflatten(drawn, mask)  # (b, t), 0 after a completion's end
             if old_logprobs is None:

@@ -34,7 +34,7 @@ class TRLEnvironment:
         for name, arguments in calls:
             try:
                 results.append(str(tools[name](**arguments)))
-            except Exception as error:  # of the environment, or arguments that do not fit: the model reads it
+            except Exception as error:  # the model reads errors of the environment and of its arguments
                 results.append(f"error: {error!r}")
         gained = (self.game.get_reward() if hasattr(self.game, "get_reward") else 0.0) - self.total
         self.total += gained  # an episode that is cut keeps the reward of its state so far

@@ -69,8 +69,8 @@ def check_failures(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
 
 
 def check_signal(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
-    """Groups whose rewards are equal, which have no advantage."""
-    ends = [course.first] if course.last.reward >= 0.8 else [course.first, course.last]  # what has learnt has no signal
+    """Groups of equal rewards, which have no advantage."""
+    ends = [course.first] if course.last.reward >= 0.8 else [course.first, course.last]  # success leaves no signal
     share, reward = max((end.zero_advantage_share, end.reward) for end in ends)
     if reward < 0.2:
         reason, cure = "problems are too hard, or the format is never met", "problems of another difficulty"

@@ -2,8 +2,8 @@
 
 Each commit is checked out into a worktree and runs, one after the other in this environment: the embedded default with
 seeds 0 and 1, runs of two ranks, runs that are stopped and resumed (plain, with lag and resampling, with LoRA), an
-environment, and a sampled evaluation. Prints the SHA-256 of every result of both and exits with 1 if any differs. Takes
-about seven minutes a commit on two cores. Or one commit at a time:
+environment, and a sampled evaluation. Prints the SHA-256 of every result of both commits; exits with 1 if any differs.
+Takes about seven minutes a commit on two cores. Or one commit at a time:
 
     python scripts/compare_commits.py HEAD~1 --save before.json
     python scripts/compare_commits.py HEAD --against before.json
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1",  # with several, sums may depend on the machine's load
+    "OMP_NUM_THREADS": "1",  # with several threads, sums may depend on the machine's load
 }
 TRAIN = ["-m", "pspo.train"]
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *TRAIN]
@@ -65,7 +65,7 @@ def hash_results(checkout: Path, output: Path) -> dict[str, str]:
 
 
 def hash_commit(commit: str) -> dict[str, str]:
-    """Hashes by file of what this commit computes, in a worktree of its own."""
+    """Return by file the hashes of what this commit computes in a worktree of its own."""
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder, "checkout")
         worktree = ["git", "-C", str(ROOT), "worktree"]
@@ -78,9 +78,9 @@ def hash_commit(commit: str) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("commits", nargs="+", help="two, or one with --save or --against")
+    parser.add_argument("commits", nargs="+", help="two commits, or one with --save or --against")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the last commit's hashes")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="hashes in the first commit's place")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="read hashes, in place of a first commit")
     options = parser.parse_args()
     if len(options.commits) != (1 if options.save or options.against else 2):
         parser.error("give two commits, or one with --save or --against")

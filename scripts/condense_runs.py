@@ -1,10 +1,10 @@
 """Condense runs to a table with a row per run: python scripts/condense_runs.py runs/off-policy --output runs.csv
 
 Columns: the experiment, the method, the switches that differ between the runs, the seed; reward (mean training reward
-over all rollouts), kl_sampler_old (mean KL in nats from the drawing policy to that before the update, where ratios are
-to the latter), validation (last validation reward), accuracy (greedy, of the final model), returned_accuracy (of the
-best model by validation), untrained_accuracy and best_step; of a sweep's evaluations, greedy, NAME_reward and
-NAME_gold_anywhere of the returned model, and untrained_NAME_... of the one that it began with.
+over all rollouts), kl_sampler_old (mean KL in nats from the policy that drew to the policy before the update, if ratios
+are to the latter), validation (last validation reward), accuracy (greedy, of the final model), returned_accuracy (of
+the best model by validation), untrained_accuracy and best_step. Each greedy evaluation NAME of a sweep adds NAME_reward
+and NAME_gold_anywhere of the returned model, and untrained_NAME_... of the model that the run began with.
 
 --answers NAME PROBLEMS writes the greedy answers of the sweep's evaluation NAME beside the table, as NAME.parquet: the
 experiment, method, epochs and seed (empty: the model that the runs began with), the number of the problem in the file
@@ -26,16 +26,16 @@ ROOMS = ("algorithm.", "model.", "optimizer.", "rollout.")
 
 
 def varied_switches(configs: pd.DataFrame) -> pd.DataFrame:
-    """The switches of ROOMS that have several values, by the last part of their names."""
+    """Return the switches of ROOMS that have several values, under the last part of their names."""
     configs = configs[[name for name in configs.columns if name.startswith(ROOMS) and name != SURROGATE]]
     varied = configs.loc[:, configs.astype(str).nunique() > 1]
     return varied.rename(columns=lambda name: name.removesuffix(".class_path").rpartition(".")[2])
 
 
 def test_numbers(runs: Runs) -> pd.DataFrame:
-    """Greedy numbers in percent, by run: accuracies of summaries, mean rewards and gold anywhere of evaluations.
+    """Return greedy numbers in percent by run: accuracies of summaries, rewards and gold anywhere of evaluations.
 
-    A run that was evaluated has the numbers of the model that it began with, too.
+    An evaluated run also has the numbers of the model that it began with.
     """
     evaluated = {test.run for test in runs.tests if test.evaluation != "summary"} - {None}
     columns: dict[str, dict[str, float]] = {}
@@ -83,7 +83,7 @@ def answers(runs: Runs, table: pd.DataFrame, name: str, problems: Path) -> pd.Da
             epochs = test.run.switches["algorithm.epochs"]
             part = part.assign(experiment=row["experiment"], method=row["method"], epochs=epochs, seed=row["seed"])
         parts.append(part)
-    return pd.concat(parts, ignore_index=True).drop_duplicates()  # experiments may begin with one model
+    return pd.concat(parts, ignore_index=True).drop_duplicates()  # experiments may share an untrained model
 
 
 def main(args: Sequence[str] | None = None) -> None:
