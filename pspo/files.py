@@ -137,7 +137,7 @@ def fsync(path: Path) -> None:
 
 
 def lock_folder(folder: Path, switch: str = "--run.output_dir") -> IO[Any]:
-    """Lock a folder until the returned file is closed, also in child processes; ValueError if another has it."""
+    """Lock a folder, also in child processes, until the returned file is closed; ValueError if it is locked."""
     file = (folder / ".lock").open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

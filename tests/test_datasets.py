@@ -284,7 +284,7 @@ def test_hub(monkeypatch):
     assert asked[0] == ("EleutherAI/asdiv", "asdiv", SOURCES["asdiv"].revision)
     assert asked[1:] == [("openai/gsm8k", "main", SOURCES["gsm8k"].revision)]
     load_problems("gsm8k", "validation", hub={"revision": "main"})
-    with pytest.raises(ValueError, match=r"--data\.hub: configuration and splits are of hub ids .*, and not of gsm8k"):
+    with pytest.raises(ValueError, match=r"--data\.hub: only hub ids .* have configurations and splits, not gsm8k"):
         load_problems("gsm8k", "validation", hub={"config": "socratic"})
     assert asked[2:] == [("openai/gsm8k", "main", "main")]
     assert len({problem.category for problem in load_problems("math", "test")}) == 7

@@ -146,7 +146,7 @@ def test_a_function_gets_what_it_names_and_nothing_else():
     [
         (lambda completions, hnit: [], "yes", "^reward <lambda>: missing a required argument: 'hnit'; .*, hint, level"),
         (MathReward(), "yes", "MathReward needs numeric answers, not 'yes'; ExactMatch takes texts"),
-        (ExactMatch(), Fraction("1.50"), r"ExactMatch compares texts, and as text 3/2 is not what .*answer_kind text"),
+        (ExactMatch(), Fraction("1.50"), r"ExactMatch compares texts, and the data may not write 3/2 so: .* text"),
     ],
 )
 def test_what_a_reward_cannot_have_is_refused_before_a_model_is_loaded(function, answer, message):

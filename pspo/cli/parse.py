@@ -177,7 +177,7 @@ def print_help(config_class: type, prog: str, topic: str) -> None:
     texts = {
         "print_config": "print the configuration as YAML and exit",
         "config": f"YAML file{methods}; later switches override it",
-        "help": "this text; all, or a section such as data, shows more",
+        "help": "print this text; --help all or --help data (any section) prints more",
     }
     basic = [switch for switch, part in switches.items() if "basic" in part.metadata["facts"]]
     for switch in basic if basic and not topic else switches:

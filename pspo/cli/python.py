@@ -69,7 +69,7 @@ def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_problems(output: Path, problems: dict[str, str]) -> str:
-    """Write problems by split into a run's folder ``data``; ValueError if a run's or user's others are there."""
+    """Write problems by split into a run's folder ``data``; ValueError if other problems are there."""
     files.check_new_folder(output)
     folder = output / "data"
     owner_file = folder / ".of_a_run"

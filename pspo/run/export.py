@@ -36,7 +36,7 @@ def export(config: ExportConfig) -> None:
     output = local_path(config.output_dir)
     tokenizer = load_tokenizer(config.model)  # raises for a folder that is not there
     if model.lora.name_or_path is None:
-        raise ValueError("--model.name_or_path must be a PEFT folder: other models are whole")
+        raise ValueError("--model.name_or_path must be a PEFT folder: other models have no adapters to merge")
     if output.exists():
         raise ValueError(f"--output_dir {output} must not exist yet")
     merged = load_policy(replace(model, lora=LoraConfig()), CPU)

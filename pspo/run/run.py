@@ -221,7 +221,7 @@ def check_same(run: Path, settings: Settings) -> Changes:
         grows = grows and (name != "run.max_steps" or old % steps == 0)  # otherwise the old limit cut a rollout short
         return grows or name in switches_with("free") or name.startswith("rollout.engine.init_args.")
 
-    fix = f"choose another --run.output_dir, or start there from this one's weights with --run.fork_from {run}"
+    fix = f"choose another --run.output_dir; --run.fork_from {run} starts there from this run's weights"
     return require_same(run, settings, may_differ, fix)
 
 

@@ -101,7 +101,7 @@ def find_sources(data: DataSpec) -> list[Source]:
     """The sources that --data.name joins by +; ValueError for unknown sources and settings that they cannot use."""
     names = data.name.split("+")
     if data.hub.keys() - {"revision"} and all(part in NAMES for part in names):
-        raise ValueError(f"--data.hub: configuration and splits are of hub ids (owner/name), and not of {data.name}")
+        raise ValueError(f"--data.hub: only hub ids (owner/name) have configurations and splits, not {data.name}")
     if "file" in names and data.path is None:
         raise ValueError("--data.name file needs --data.path: a file or folder of yours")
     columns = {"prompt": "prompt", "answer": "answer"} | data.columns
@@ -157,7 +157,7 @@ def table_parts(tables: dict[str, Any], place: str) -> list[Part]:
 
 
 def local_parts(path: Path, skip: str = "") -> list[Part]:
-    """Parts of a path: a file, what `save_to_disk` wrote, or a folder's files, but for hidden ones and ``skip``'s."""
+    """Parts of a path: a file, what `save_to_disk` wrote, or a folder's files, but no hidden and no ``skip`` files."""
     if path.is_file() and files.file_format(path):
         return [Part(path.name, str(path), files.read_records(path))]
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():

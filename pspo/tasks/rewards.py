@@ -94,7 +94,7 @@ class ExactMatch(Reward):
     def check_problems(self, problems: Sequence[Problem]) -> None:
         for problem in problems:
             if isinstance(problem.answer, Fraction) and problem.answer.denominator != 1:
-                what = f"as text {problem.answer} is not what the data has: --data.answer_kind text"
+                what = f"the data may not write {problem.answer} so: set --data.answer_kind text"
                 raise RewardError(f"ExactMatch compares texts, and {what}")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[bool | None]:

@@ -106,7 +106,7 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
             inspect.signature(function).bind(**reward_arguments(function, inputs))
         except TypeError as error:
             names = ", ".join(sorted(inputs))
-            raise RewardError(f"reward {reward_name(function)}: {error}; there is only {names}") from error
+            raise RewardError(f"reward {reward_name(function)}: {error}; rewards can ask only for {names}") from error
 
 
 def reward_name(function: Callable[..., Any]) -> str:
