@@ -92,7 +92,7 @@ class CodeReward(Reward):
             passed = list(threads.map(self.run_tests, [""] * len(tests), tests))
         if any(passed):
             test = tests[[n > 0 for n in passed].index(True)]
-            raise RewardError(f"{rule} of the program: without any program one passes of {test!r:.60}")
+            raise RewardError(f"{rule} of the program; without a program, this test passes: {test!r:.60}")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
         with ThreadPoolExecutor(self.processes) as threads:

@@ -68,7 +68,7 @@ def completions_files(path: Path) -> dict[int | None, Path]:
             raise ValueError(f"{path} has two runs of seed {seed}; name the folder of one setting")
         files[seed] = summary.with_name("test-after.jsonl")
     if not files:
-        raise ValueError(f"{path}: no finished evaluation (results.json) nor run (summary.json) is there")
+        raise ValueError(f"{path} holds no finished evaluation (results.json) and no finished run (summary.json)")
     return files
 
 

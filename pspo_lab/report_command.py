@@ -119,7 +119,7 @@ def describe_luck(differences: Sequence[Value]) -> str:
     seeds = len(differences)
     cell = next(iter(make_cells(differences)), None)
     if cell is None or cell.estimate is None:
-        return f"That cannot be told from luck: seeds that both have: {seeds}, and it takes 3."
+        return f"That cannot be told from luck: it takes 3 seeds that both settings have, and there are {seeds}."
     text = f"{cell}{cell.column.unit}"
     if cell.estimate.p() < 0.05:
         return f"That is more than luck: {text} over {seeds} seeds and their problems."

@@ -167,7 +167,7 @@ def sort_runs(runs: list[LabRun], untrained: list[TestResult]) -> Runs:
     for run in sorted(runs, key=lambda run: (labels[run], number[run.setting], run.seed, not run.summary)):
         other = first.setdefault((run.setting, run.seed), run)
         if other is not run:
-            warn(f"{run.name}: the same setting and seed as {other.name}, whatever code it ran; left out")
+            warn(f"{run.name}: the same setting and seed as {other.name} (code is not compared); left out")
             other.experiments.extend(run.experiments)
     return Runs({run: labels[run] for run in first.values()}, untrained)
 
@@ -223,7 +223,7 @@ def trained_stage(model: Path, step: int | None, run: LabRun) -> str:
     stage = stages[model.name]
     newest = run.summary.get("optimizer_steps" if stage == "final" else "best_step", step)
     if step not in (None, newest):
-        raise ValueError(f"evaluates step {step}, and this model of the run is step {newest}'s by now")
+        raise ValueError(f"evaluates step {step}, but the run has replaced this model by that of step {newest}")
     return stage
 
 
@@ -243,7 +243,7 @@ def read_problems(file: Path) -> dict[str, pd.DataFrame]:
             n = len({record["problem"] for record in completions})
             samples = len(completions) // n
             if [record["sample"] for record in completions] != [*range(samples)] * n:
-                raise ValueError("not every problem has as many completions; run the evaluation again")
+                raise ValueError("its problems have different numbers of completions; run the evaluation again")
             problems = [(json.dumps(record["prompt"]), json.dumps(record["gold"])) for record in completions[::samples]]
             values = measures(completions, samples) | at_k(completions, samples)
             means = {name: pd.DataFrame(value).mean(axis=1).to_numpy() for name, value in values.items()}

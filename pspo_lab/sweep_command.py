@@ -180,7 +180,7 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
                 raise ValueError(f"--pilot {sweep.pilot} takes two finished seeds of a setting; or give --sd")
             column = values[0].column
     if sd is None:
-        yield "What can these seeds detect? --pilot RUNS or --sd POINTS says it, and a pilot the hours."
+        yield "What can these seeds detect? Give --pilot RUNS or --sd POINTS; a pilot also tells the hours."
         return
     yield f"Noise floor: two seeds of one setting differ by {column.amount(sd)} (standard deviation)."
     for name in dict.fromkeys(method.experiment for method in plan):

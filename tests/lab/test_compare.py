@@ -98,7 +98,7 @@ def test_what_cannot_be_paired_is_refused(tmp_path, capsys):
         tmp_path / "lacking", [record(i, 0, False) for i in range(7)] + [record(0, j, False) for j in range(1, 8)]
     )
     for paths, message in (
-        ((a, lacking), "lacking/completions.jsonl is damaged: not every problem has as many completions"),
+        ((a, lacking), "lacking/completions.jsonl is damaged: its problems have different numbers of completions"),
         ((a, fewer), "not of the same problems (7 and 6, in order)"),
         ((a, other), "not of the same problems"),
         ((a, warmer), "no temperature in common"),

@@ -285,7 +285,7 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     assert close(cells[SUMS, "Accuracy", "tiny", sampled], 0, 0.4, 0.2, 1)
     assert close(cells[SUMS, "Accuracy", "Clip", PRODUCTS.replace("acc", "final acc")], 1, 0.1, 0.09, 0.11)
     assert "evaluation-middle: evaluates" in err
-    assert "z-stale: evaluates step 1, and this model of the run is step 2's by now" in err
+    assert "z-stale: evaluates step 1, but the run has replaced this model by that of step 2" in err
 
 
 def test_a_run_is_condensed_with_its_greedy_answers(make_run, make_evaluation, tmp_path):
