@@ -152,7 +152,7 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
     for name in sweep.only or sweep.experiments:
         require(name in sweep.experiments, "only", f"must name experiments ({', '.join(sweep.experiments)})", name)
         experiment = sweep.experiments[name]
-        evaluations = read_evaluations(name, experiment)
+        evaluations = parse_evaluations(name, experiment)
         methods = [make_method(sweep, name, method, grid) for method, grid in experiment.methods.items()]
         if evaluations:
             methods.append(untrained_evaluations(sweep, name, [job for method in methods for job in method.possible]))
@@ -193,12 +193,12 @@ def make_method(sweep: SweepConfig, name: str, method: str, grid: Switches | lis
 
 def untrained_evaluations(sweep: SweepConfig, name: str, jobs: list[Job]) -> Method:
     """Return a method with a job, evaluations alone, for each model that these jobs begin with."""
+    evaluate = parse_evaluations(name, sweep.experiments[name])
     possible = {}
     for job in jobs:
         model = job.config["model"]
         setting = folder_name("-".join(filter(None, [model["name_or_path"], model["revision"]])))
         folder = Path(sweep.output, name, "untrained", setting)
-        evaluate = read_evaluations(name, sweep.experiments[name])
         possible[setting] = replace(job, folder=folder, stage="untrained", setting=setting, evaluate=evaluate)
     settings = {setting: {} for setting in possible}
     return Method(name, "untrained", settings, {"untrained": None}, list(possible.values()))
@@ -210,7 +210,8 @@ def setting_jobs(
     """Jobs of a setting in a stage; ValueError if a job cannot run or was run with different switches."""
     prog = f"pspo sweep: {name}/{setting}"
     searching = stage != "full"
-    config, switch_values = read_switches(TrainConfig, prog, switches)
+    config, switch_values = parse_switches(TrainConfig, prog, switches)
+    evaluate = {} if searching else parse_evaluations(name, sweep.experiments[name])
     jobs = []
     with user_errors(prog):
         fits = (config.distributed.strategy == "none") == (sweep.processes == 1)
@@ -220,7 +221,6 @@ def setting_jobs(
         for seed in seeds:
             folder = Path(sweep.output, f"{name}-search" if searching else name, setting, f"seed-{seed}")
             values = switch_values | {"run": switch_values["run"] | {"seed": seed, "output_dir": str(folder)}}
-            evaluate = {} if searching else read_evaluations(name, sweep.experiments[name])
             require_same_switches(folder, values, ["run.output_dir"])
             jobs.append(Job(folder, stage, setting, seed, values, evaluate))
     return jobs
@@ -246,25 +246,25 @@ def folder_name(text: str) -> str:
     return re.sub(r"[^\w.=+-]", "_", text)
 
 
-def read_evaluations(name: str, experiment: Experiment) -> dict[str, Settings]:
+def parse_evaluations(name: str, experiment: Experiment) -> dict[str, Settings]:
     """The configurations of an experiment's evaluations by folder."""
     return {
-        folder: read_switches(EvaluateConfig, f"pspo sweep: {name}, evaluate {folder}", switches)[1]
+        folder: parse_switches(EvaluateConfig, f"pspo sweep: {name}, evaluate {folder}", switches)[1]
         for folder, switches in experiment.evaluate.items()
     }
 
 
-def read_switches(config_class: type[C], prog: str, switches: Switches) -> tuple[C, Settings]:
+def parse_switches(config_class: type[C], prog: str, switches: Switches) -> tuple[C, Settings]:
     """Return the configuration of these switches, and the same as in YAML; null leaves a switch open."""
     left_open = [name for name, value in switches.items() if value is None and name in find_switches(config_class)]
     # Later words override: a file comes first, and a class before its parameters.
     names = sorted(switches.keys() - left_open, key=lambda name: (name != "config", name.count(".")))
     words = [f"--{name}={argument_text(switches[name])}" for name in names]
-    return read_words(config_class, prog, tuple(words), tuple(left_open))
+    return parse_words(config_class, prog, tuple(words), tuple(left_open))
 
 
 @functools.cache  # a search has two stages with the same switches
-def read_words(
+def parse_words(
     config_class: type[C], prog: str, words: tuple[str, ...], left_open: tuple[str, ...]
 ) -> tuple[C, Settings]:
     with user_errors(prog):
