@@ -1,7 +1,7 @@
 """Compare what two commits compute, bit for bit: ``python scripts/compare_commits.py HEAD~1 HEAD``.
 
 Each commit is checked out into a worktree and runs, one after the other in this environment: the embedded default with
-seeds 0 and 1, runs of two ranks, runs that are stopped and resumed (plain, with lag and resampling, with LoRA), an
+seeds 0 and 1, runs of two ranks, runs that end and are continued (plain, with lag and resampling, with LoRA), an
 environment, and a sampled evaluation. Prints the SHA-256 of every result of both commits; exits with 1 if any differs.
 Takes about seven minutes a commit on two cores. Or one commit at a time:
 
@@ -27,8 +27,8 @@ TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
 SHORT = ["--run.test_limit=0", "--run.validation_limit=32"]
 
 
-def stopped_and_resumed(*switches: str) -> list[list[str]]:
-    """Commands of a run that stops between two of its checkpoints, and is then resumed to its end."""
+def continued(*switches: str) -> list[list[str]]:
+    """Commands of a run that ends after 16 steps, and is then continued from its last checkpoint."""
     return [[*TRAIN, *switches, f"--run.max_steps={steps}", "--run.save_every=10", *SHORT] for steps in (16, 30)]
 
 
@@ -37,9 +37,9 @@ RUNS = {  # by output folder: the commands that make it
     "seed-1": [[*TRAIN, "--run.seed=1"]],
     "ddp": [[*TWO_RANKS, "--distributed.strategy=ddp", "--run.max_steps=20", *SHORT]],
     "fsdp2": [[*TWO_RANKS, "--distributed.strategy=fsdp2", "--run.max_steps=6", *SHORT]],
-    "resumed": stopped_and_resumed(),
-    "lag-resumed": stopped_and_resumed("--rollout.lag=2", "--rollout.resample=1"),
-    "lora-resumed": stopped_and_resumed("--model.lora.rank=8"),
+    "resumed": continued(),
+    "lag-resumed": continued("--rollout.lag=2", "--rollout.resample=1"),
+    "lora-resumed": continued("--model.lora.rank=8"),
     "environment": [[*TRAIN, "--config=configs/calculator.yaml", "--run.max_steps=20", *SHORT]],
     "evaluation": [["-m", "pspo.evaluate", "--model.name_or_path=tiny-math", "--data.limit=200",
                     "--eval.temperatures=[0.0, 0.6]", "--eval.samples=4"]],

@@ -1,8 +1,15 @@
 """Values of switches: turn a given value into the type of its switch, and a value into YAML again.
 
-A switch of type text takes a text as it was typed: in a command, in YAML with or without quotes, and in Python. For
-other types a command's text is read as YAML. A list's only item may be given without brackets. In a command a list of
-texts needs brackets and quotes, such as ["a", "b"]; anything else is one text, such as [END].
+What is typed in a command, or in YAML without quotes, is read by the type of its switch:
+
+    typed         text           list of texts    number    mapping or text    any value
+    0.6           "0.6"          ["0.6"]          0.6       "0.6"              0.6
+    null          "null"         ["null"]         None      "null"             None
+    [END]         "[END]"        ["[END]"]        error     "[END]"            ["END"]
+    ["a", "b"]    as typed       ["a", "b"]       error     as typed           ["a", "b"]
+    {a: 1}        "{a: 1}"       ["{a: 1}"]       error     {"a": 1}           {"a": 1}
+
+None stands where the type allows it. An only item of a list needs no brackets. A file unsets a text by null.
 """
 
 import builtins
@@ -124,7 +131,9 @@ def read(kind: Any, given: Any, switch: str) -> Any:
 
 
 def read_typed(kind: Any, text: Typed, switch: str) -> Any:
-    """Read a text as YAML; a type of texts gets the text, unless brackets make it a list or mapping of the type."""
+    """Read what was typed, by the module's table: as YAML, but a type that takes texts gets the text, unless brackets
+    make it a list or a mapping that the type takes, too.
+    """
     kinds = (kind, *get_args(kind))
     if not any(part in (str, pathlib.Path, list[str]) for part in kinds):
         try:

@@ -75,10 +75,10 @@ def render(results: dict[str, Any]) -> str:
 def write_results(output: Path, config: EvaluateConfig, settings: Settings, results: dict[str, Evaluation]) -> None:
     """Write the folder and print the results; ``results`` are by temperature."""
     model = Path(config.model.name_or_path)
-    steps = ((model / "validation.json", "step"), (model.parent / "summary.json", "optimizer_steps"))  # if a run's
+    steps = ((model / "validation.json", "step"), (model.parent / "summary.json", "optimizer_steps"))
     record = {
         "model": config.model.name_or_path,
-        "step": next((files.read_json(file).get(name) for file, name in steps if file.is_file()), None),
+        "step": next((files.read_json(f).get(name) for f, name in steps if model.is_dir() and f.is_file()), None),
         "data": config.data.name,
         "split": config.eval.split,
         "n": len(next(iter(results.values())).problems),

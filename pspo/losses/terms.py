@@ -198,6 +198,5 @@ class EntropyQuantile(Term):
         entropies = x.entropies.detach().masked_fill(~x.mask, -math.inf)
         lengths = x.mask.sum(dim=1, keepdim=True)  # (B, 1)
         n_staying = torch.ceil(self.share * lengths.double() - 1e-9).long()  # else 0.55 x 100 is above 55
-        last = (n_staying - 1).clamp(min=0)  # rank of the least uncertain token that stays
-        lowest = entropies.sort(dim=1, descending=True).values.gather(1, last)
-        return losses.where(entropies >= lowest, 0.0)
+        ranks = entropies.argsort(dim=1, descending=True, stable=True).argsort(dim=1)  # of equal ones the first
+        return losses.where(ranks < n_staying, 0.0)

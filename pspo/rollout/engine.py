@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -48,12 +49,22 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class Trained(Protocol):
+    """What draws rollouts knows of the `pspo.update.learner.Learner`."""
+
+    policy: transformers.PreTrainedModel
+    steps: int  # number of optimizer steps taken
+    is_sharded: bool
+
+    def reference_model(self) -> AbstractContextManager[transformers.PreTrainedModel | None]: ...
+
+
 @dataclass
 class EngineSampler:
-    """Draws by an engine, to which it first gives the learner's weights; by a model, if `How` names one."""
+    """Draws by an engine, to which it first gives the policy's weights; by a model, if `How` names one."""
 
     engine: Engine
-    learner: Any  # has the policy, and the number of optimizer steps taken
+    learner: Trained
     by_model: PolicySampler
     asked: tuple[Prompts, int, How] | None = None  # the arguments of `begin`, until `complete`
 
@@ -88,7 +99,12 @@ def find_engine(spec: dict[str, Any]) -> Engine:
 
 
 def start_engine(
-    engine: Engine, config: TrainConfig, learner: Any, by_model: PolicySampler, prompts: dict[str, Prompts], how: How
+    engine: Engine,
+    config: TrainConfig,
+    learner: Trained,
+    by_model: PolicySampler,
+    prompts: dict[str, Prompts],
+    how: How,
 ) -> EngineSampler:
     """Start an engine for the prompts of all splits, and check that it draws from the policy.
 

@@ -121,10 +121,16 @@ class Run:
             self.close_rollout()
 
     def begin_rollout(self) -> bool:
-        """Take a snapshot of the parts; False at the end of the run. Raises Stopped if any rank was asked to stop."""
+        """Take a snapshot of the parts, then replace the reference if due; False at the end of the run.
+
+        Raises Stopped if any rank was asked to stop.
+        """
         self.take_snapshot()
         if dist.max_over_ranks(self.signals.error is not None):
             raise Stopped
+        every = self.config.algorithm.reference_every
+        if every > 0 and not self.recorder.limit_reached:
+            self.learner.refresh_reference(every)  # before the draw, whose advantages may ask for the reference
         return not self.recorder.limit_reached
 
     def take_snapshot(self) -> None:

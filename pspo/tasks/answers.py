@@ -186,24 +186,22 @@ def _marked_lines(text: str, marker: Marker) -> list[str]:
     return lines if marker == "first" else lines[::-1]
 
 
-def _read_line(line: str) -> tuple[bool, Number | None]:
-    """Whether a line has a number, and its value: the first number that is in no formula, or behind a formula's `=`."""
-    has_number = False
+def _line_value(line: str) -> Number | None:
+    """The first number of a line that is in no formula, or is the first behind a formula's `=`; None without one."""
     position = 0
     for _ in range(MAX_FORMULAS):
         match = next((match for match in _NUMBER.finditer(line, position) if _read(match) is not None), None)
         if match is None:
-            return has_number, None
+            break
         first = match.start() + len(match["sign"] or "")
         # Arithmetic, an equation, a time or a ratio: 5 - 3, 3x = 12, 3:45.
         is_in_formula = _BEHIND.match(line, match.end()) or _BEFORE.search(line[max(0, first - 40) : first])
         if not is_in_formula:
-            return True, _read(match)
-        has_number = True
+            return _read(match)
         position = line.find("=", match.end()) + 1
         if position == 0:
             break
-    return True, None
+    return None
 
 
 def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
@@ -214,8 +212,8 @@ def extract_answer(completion: str, marker: Marker = "last") -> Fraction | None:
     """
     text = _prose(after_thoughts(completion))
     for line in _marked_lines(text, marker):
-        has_number, value = _read_line(line.strip())
-        if has_number:
+        if next(find_numbers(line), None) is not None:
+            value = _line_value(line.strip())
             return None if value is None else Fraction(value)
     last = next(find_numbers(text), None)
     return None if last is None else Fraction(last)

@@ -42,9 +42,7 @@ def drawn_logprobs(
 
 
 def reference_logprobs(learner: Learner, batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> Tensor:
-    """(B, T) log-probs of a rollout by the reference model, replaced first if --algorithm.reference_every is due."""
-    if config.algorithm.reference_every > 0:
-        learner.refresh_reference(config.algorithm.reference_every)
+    """(B, T) log-probs of a rollout by the reference model."""
     with learner.reference_model() as reference:
         return compute_logprobs(learner, batch, minibatches, reference, config)
 
@@ -71,9 +69,14 @@ def compute_logprobs(
                 for part in microbatches:
                     with autocast(config.model.autocast, model.device):
                         values = part.rollout.logprobs(model, config.rollout.temperature)
-                    if part.rollout.completion_mask.any():  # a masked row has another row's index
-                        logprobs[to_device(part.indices, model.device), : values.shape[1]] = values
+                    write_rows(logprobs, part.indices, part.rollout.completion_mask, values)
                 break
             except RuntimeError as error:
                 halve_microbatches(learner, batch, microbatches, config, error)
     return logprobs
+
+
+def write_rows(logprobs: Tensor, rows: Tensor, mask: Tensor, values: Tensor) -> None:
+    """Write values (b, t) into ``rows`` (b,) of log-probs (B, T); without an unmasked token the row is another's."""
+    if mask.any():
+        logprobs[to_device(rows, logprobs.device), : values.shape[1]] = values.to(logprobs)

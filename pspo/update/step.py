@@ -20,7 +20,7 @@ from pspo.model import autocast, head_logprobs, hidden_states, row_chunks
 from pspo.rollout.types import Batch, Rollout, trained_rows
 from pspo.update.batching import Minibatch, halve_microbatches, make_batch, split_microbatches, split_minibatches
 from pspo.update.learner import Learner
-from pspo.update.old import old_logprobs, reference_logprobs
+from pspo.update.old import old_logprobs, reference_logprobs, write_rows
 from pspo.update.tokens import Visit, concat_columns, step_metrics, token_columns
 
 
@@ -46,21 +46,22 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         if algorithm.shuffle and epoch > 0:
             minibatches = split_minibatches(learner, batch, config, shuffled=True)
         for minibatch in minibatches[: steps_left - len(steps)]:
-            makes_old = not steps and rollout.behaviour_logprobs is None
-            part = replace(batch, old_logprobs=None if makes_old else old)
-            tokens, metrics = take_step(learner, part, minibatch, config)
-            if makes_old:
-                old[tokens["row"], tokens["position"]] = tokens["old_logprob"].to(old)
+            is_first_visit = not steps and rollout.behaviour_logprobs is None  # its own pass computes old log-probs
+            part = replace(batch, old_logprobs=None if is_first_visit else old)
+            visits, metrics = take_step(learner, part, minibatch, config)
+            if is_first_visit:
+                for visit in visits:
+                    write_rows(old, visit.rows, visit.mask, visit.inputs.old_logprobs)
             steps.append(metrics)
     return steps
 
 
 def take_step(
     learner: Learner, batch: Batch, minibatch: Minibatch, config: TrainConfig
-) -> tuple[dict[str, Tensor], dict[str, float]]:
+) -> tuple[list[Visit], dict[str, float]]:
     """Accumulate a minibatch's gradient, sum it over the ranks, clip it, and step.
 
-    Returns `token_columns` and the step's metrics. A step is counted but skipped if loss or gradient is not finite.
+    Returns the step's results and metrics. A step is counted but skipped if loss or gradient is not finite.
     """
     counts = minibatch.counts
     while True:
@@ -97,9 +98,9 @@ def take_step(
     tokens["is_trained"] = trained_rows(batch.rollout, batch.advantages, config.algorithm)[tokens["row"]]
     if learner.record is not None:
         learner.record.add(learner.steps, tokens)
-    all_tokens = concat_columns(tokens) if learner.n_ranks > 1 else tokens
-    metrics = {"loss": loss} | step_metrics(all_tokens, counts, config)
-    return tokens, metrics | {"grad_norm": grad_norm, "lr": lr, "step_skipped": float(not is_finite)}
+    tokens = concat_columns(tokens) if learner.n_ranks > 1 else tokens
+    metrics = {"loss": loss} | step_metrics(tokens, counts, config)
+    return visits, metrics | {"grad_norm": grad_norm, "lr": lr, "step_skipped": float(not is_finite)}
 
 
 def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> list[Visit]:
