@@ -1,4 +1,4 @@
-"""Record the run of any `trl.GRPOTrainer` for ``pspo view``, ``report`` and ``compare``.
+"""Record the run of any `trl.GRPOTrainer` for ``pspo view`` and ``pspo report``.
 
 `Record` watches the trainer, `Rollout` holds the records of the current rollout, `RunFolder` writes them.
 """
@@ -92,7 +92,9 @@ class RunFolder:
         for file in path.glob("*.jsonl"):
             lines = file.read_bytes().split(b"\n")[:-1]  # without the rest of a line that a kill cut off
             kept = [record for record in map(json.loads, lines) if record["step"] <= step]
-            file.write_text(as_lines(kept), encoding="utf-8")
+            shortened = file.with_suffix(".new")
+            shortened.write_text(as_lines(kept), encoding="utf-8")
+            shortened.replace(file)  # a kill in between loses nothing
             self.problems |= {json.dumps(one["prompt"]): one["problem"] for one in kept if "prompt" in one}
         for file in (path / TOKENS).glob("step-*.parquet"):
             if int(file.stem.removeprefix("step-")) > step:

@@ -3,20 +3,18 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy.stats import binomtest
 
-from pspo.cli.parse import flat, read_config
 from pspo.endings import user_errors
 from pspo.evaluate.statistics import MEANS, Number, as_text, measure_name, table
 from pspo.tasks.files import local_path
 from pspo.terminal import one_line
 from pspo_lab.power import MOST_SEEDS, estimate
 from pspo_lab.runs import read_problems
-from pspo_lab.settings import SEED
+from pspo_lab.settings import DATA, SEED, make_setting, read_switches
 
 ONE_SEED = """\
 [95%] and p: t-test of the differences over problems; where every problem counts 0 or 1, p is McNemar's exact test of
@@ -25,14 +23,10 @@ these two models: other seeds may differ by more."""
 SEVERAL = f"""\
 [95%] and p: t-test of the differences over seeds and problems, both taken as samples. detects: the smallest difference
 that so many seeds and problems find at 80% power; then the seeds that would find 1, 2, 5 points (of a reward
-0.01, 0.02, 0.05) on so many problems, "-" if no {MOST_SEEDS:,} would: take more problems."""
+0.01, 0.02, 0.05) on so many problems, "-" if no {MOST_SEEDS:,} would: take more problems.
+An evaluation beside several seeds is taken as it is: the chance of its own seed is not counted."""
 
-
-class Side(NamedTuple):
-    """One side of a comparison: its name, and its files of completions by seed (None for an evaluation)."""
-
-    name: str
-    files: dict[int | None, Path]
+Files = dict[int | None, Path]  # of completions, by seed; None for an evaluation
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -43,18 +37,18 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=what)
     paths = parser.parse_args(args).paths
     with user_errors("pspo compare"):
-        sides = [Side(one_line(str(path)), completions_files(local_path(path))) for path in paths]
-        if len(sides) == 1 and None not in sides[0].files:
-            name, files = sides[0]
-            before = {seed: file.with_name("test-before.jsonl") for seed, file in files.items()}
-            sides = [Side(f"{name} before training", before), Side(f"{name} after it", files)]
+        names = [one_line(str(path)) for path in paths]
+        sides = [completions_files(local_path(path)) for path in paths]
+        if len(sides) == 1 and None not in sides[0]:
+            names = [f"{names[0]} before training", f"{names[0]} after it"]
+            sides.insert(0, {seed: file.with_name("test-before.jsonl") for seed, file in sides[0].items()})
         if len(sides) != 2:
             raise ValueError(f"pspo compare takes two evaluations, or one run; got {len(sides)}")
-        text = comparison(*sides)
+        text = comparison(names, *sides)
     print(text)
 
 
-def completions_files(path: Path) -> dict[int | None, Path]:
+def completions_files(path: Path) -> Files:
     """Return files of completions by seed: of a finished evaluation, or of the tests after finished runs."""
     folder = path.parent if path.name == "results.json" else path
     if (folder / "results.json").exists():
@@ -62,30 +56,32 @@ def completions_files(path: Path) -> dict[int | None, Path]:
     if path.suffix == ".jsonl":
         return {None: path}
     files = {}
+    settings = set()
     for summary in [folder / "summary.json"] if (folder / "summary.json").exists() else folder.rglob("summary.json"):
-        seed = flat(read_config(summary.with_name("config.yaml"))).get(SEED)
-        if seed in files:
-            raise ValueError(f"{path} has two runs of seed {seed}; name the folder of one setting")
-        files[seed] = summary.with_name("test-after.jsonl")
+        switches = read_switches(summary.parent)
+        settings.add(make_setting(switches, ignore=(DATA,)))
+        if switches[SEED] in files or len(settings) > 1:
+            raise ValueError(f"{path} has runs that differ in more than the seed: name the folder of one setting")
+        files[switches[SEED]] = summary.with_name("test-after.jsonl")
     if not files:
         raise ValueError(f"{path} holds no finished evaluation (results.json) and no finished run (summary.json)")
     return files
 
 
-def comparison(a: Side, b: Side) -> str:
+def comparison(names: Sequence[str], a: Files, b: Files) -> str:
     """Return as text the differences at each temperature that both sides have; ValueError if their problems differ."""
-    pair = f"{a.name} and {b.name}"
-    if len(a.files) > 1 and len(b.files) > 1:  # one seed is compared with any number of seeds
-        seeds = sorted(a.files.keys() & b.files.keys())
+    pair = " and ".join(names)
+    if len(a) + len(b) > 2 and None not in a | b:  # runs are paired by seed; an evaluation is compared with each seed
+        seeds = sorted(a.keys() & b.keys())
         if not seeds:
             raise ValueError(f"{pair} have no seed in common")
-        a, b = (Side(side.name, {seed: side.files[seed] for seed in seeds}) for side in (a, b))
-    evaluations = [read_problems(file) for file in (*a.files.values(), *b.files.values())]
+        a, b = ({seed: side[seed] for seed in seeds} for side in (a, b))
+    evaluations = [read_problems(file) for file in (*a.values(), *b.values())]
     temperatures = [name for name in evaluations[0] if all(name in one for one in evaluations)]
     if not temperatures:
         raise ValueError(f"{pair} have no temperature in common")
-    n_seeds = max(len(a.files), len(b.files))
-    parts = [f"A  {a.name}\nB  {b.name}"]
+    n_seeds = max(len(a), len(b))
+    parts = [f"A  {names[0]}\nB  {names[1]}"]
     for temperature in temperatures:
         frames = [one[temperature] for one in evaluations]
         n_problems = [len(frame) for frame in frames if not frame.index.equals(frames[0].index)]
@@ -93,7 +89,7 @@ def comparison(a: Side, b: Side) -> str:
             counts = f"({len(frames[0]):,} and {n_problems[0]:,}, in order)"
             raise ValueError(f"{pair} are not of the same problems {counts}")
         title = f"T = {temperature}, {len(frames[0]):,} problems" + (f", {n_seeds} seeds" if n_seeds > 1 else "")
-        rows = measure_rows(frames[: len(a.files)], frames[len(a.files) :])
+        rows = measure_rows(frames[: len(a)], frames[len(a) :])
         parts.append(table(title, pd.DataFrame.from_dict(rows, orient="index").dropna(axis="columns", how="all")))
     return "\n\n".join([*parts, SEVERAL if n_seeds > 1 else ONE_SEED])
 

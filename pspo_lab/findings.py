@@ -130,11 +130,10 @@ def check_movement(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
 
 def check_rewards(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
     """A reward that falls, or that rises without the accuracy."""
-    rewards = course.rollouts.reward
+    rewards = course.rollouts.reward.dropna()
     window = max(1, len(rewards) // 5)
-    smooth = rewards.rolling(window).mean().ffill()
-    peak = smooth.max()
-    end = smooth.iloc[-1]
+    peak = rewards.rolling(window).mean().max()
+    end = course.last.reward  # the last such window's
     noise = rewards.diff().std() / window**0.5  # of the difference of two windows, trends aside
     if peak > 0 and end < min(0.8 * peak, peak - NOISE_ERRORS * noise):
         advice = "a lower --optimizer.lr or fewer --algorithm.epochs"

@@ -20,6 +20,7 @@ from pspo_lab.settings import ARGUMENT, SURROGATE, Setting, Switches, make_setti
 
 RATIOS = np.exp(np.linspace(-2.5, 2.5, 201))  # at which surrogates' curves are drawn
 ADVANTAGES = (1.0, 2.0, -1.0, -2.0)
+OLD_LOGPROBS = (-1.0, -3.0, -6.0)
 SMALL_EPSILON = 1e-7  # far below a gradient's elements
 OPTIONS = "optimizer.options"
 SCALED = ("algorithm.beta", "algorithm.entropy_coef")  # coefficients relative to the surrogate
@@ -54,7 +55,7 @@ def gradient(surrogate: Surrogate, at_ratio_1: bool) -> np.ndarray | None:
     ones = torch.zeros(1, 3, dtype=torch.float64)  # a completion of three tokens
     weights = [ratio_weights(surrogate, ones, advantage)[0] for advantage in ADVANTAGES]
     if not at_ratio_1:
-        weights += [token_curve(surrogate, advantage, old) for advantage in ADVANTAGES for old in (-3.0, -6.0)]
+        weights += [token_curve(surrogate, advantage, old) for advantage in ADVANTAGES for old in OLD_LOGPROBS]
     return None if any(one is None for one in weights) else torch.cat(weights).numpy()
 
 
@@ -74,16 +75,21 @@ def canonical(run: LabRun, is_clipped: bool) -> Setting:
     is_adamw = switches.get("optimizer.name") == "adamw" and switches.get("algorithm.terms") == "[]"
     scale = float(abs(weights[0])) if is_adamw and not is_clipped else 1.0
     epsilon = options.pop("eps", 1e-8) / scale
-    relative = {name: float(switches.get(name) or 0) / scale for name in SCALED}
+    relative = {name: rounded(float(switches.get(name) or 0) / scale) for name in SCALED}
     relative["gradient"] = tuple(np.round(weights / scale, 5).tolist())
-    relative[OPTIONS] = json.dumps(options | {"eps": epsilon if epsilon > SMALL_EPSILON else 0.0})
+    relative[OPTIONS] = json.dumps(options | {"eps": rounded(epsilon) if epsilon > SMALL_EPSILON else 0.0})
     return make_setting(switches, ignore=(SURROGATE, ARGUMENT, OPTIONS, *SCALED)).union(relative.items())
+
+
+def rounded(number: float) -> float:
+    """The number to nine digits: 0.09 / 0.9 is 0.1."""
+    return float(f"{number:.9g}")
 
 
 def has_clipped(run: LabRun) -> bool:
     """True if a gradient's norm was above its limit, or may have been."""
     limit = run.switches.get("optimizer.max_grad_norm")
-    norm = run.metrics["grad_norm"].max() if "grad_norm" in run.metrics else np.inf
+    norm = run.metrics["grad_norm_max"].max() if "grad_norm_max" in run.metrics else np.inf
     return not isinstance(limit, int | float) or not (limit == 0 or norm < limit)
 
 

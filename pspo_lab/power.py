@@ -35,8 +35,9 @@ class Estimate(NamedTuple):
         """Return standard error and degrees of freedom of the mean over n_seeds, on the same number of problems."""
         of_seeds = self.seeds / n_seeds
         variance = of_seeds + self.problems
-        parts = of_seeds / np.maximum(n_seeds - 1, 1) + self.problems / max(self.n_problems - 1, 1)
-        df = np.where(parts > 0, variance / np.where(parts > 0, parts, 1), n_seeds - 1)
+        of_one = np.maximum(n_seeds - 1, 1)  # degrees of freedom of the seeds, and where nothing varies
+        parts = of_seeds / of_one + self.problems / max(self.n_problems - 1, 1)
+        df = np.where(parts > 0, variance / np.where(parts > 0, parts, 1), of_one)
         return np.sqrt(variance), df
 
     def interval(self) -> tuple[Values, Values]:

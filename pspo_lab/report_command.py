@@ -91,9 +91,9 @@ def describe_result(runs: Runs, tables: dict[str, list[Cell]]) -> Iterator[str]:
     winner, *others = sorted(make_cells(values), key=lambda cell: -cell.mean)
     column = winner.column
     best = column.number(winner.mean) + ("%" if column.is_share else "")
-    for cell in tables.get("Accuracy", []):
-        if cell.column == column and not cell.seeds:
-            best += f" (untrained {column.number(cell.mean)})"
+    untrained = [cell for cell in tables.get("Accuracy", []) if cell.column == column and not cell.seeds]
+    if len(untrained) == 1:  # several if prompts differ
+        best += f" (untrained {column.number(untrained[0].mean)})"
     best += f" {column.measure} on {column.test}" if column.test else f" {column.measure}"
     if others:
         by = column.amount(winner.mean - others[0].mean)
@@ -143,8 +143,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("report"), help="the report's folder (default: report)")
     options = parser.parse_args(args)
     with user_errors("pspo report"):
+        runs = read_runs(run_folders(options.runs))
         output = local_path(options.output_dir)
         output.mkdir(parents=True, exist_ok=True)
-        verdicts, files = write_report(read_runs(run_folders(options.runs)), output)
+        verdicts, files = write_report(runs, output)
     print(*(fill(one_line(verdict), 100) for verdict in verdicts), sep="\n\n")
     print(*(one_line(str(file)) for file in files), sep="\n")

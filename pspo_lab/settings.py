@@ -85,7 +85,7 @@ def plain_switches(switches: Switches) -> Switches:
         weighted = [{"weight": weight, "reward": function} for function, weight in zip(functions, weights, strict=True)]
         switches = switches | {REWARDS: weighted, WEIGHTS: None}
     return {
-        name: json.dumps(value, default=str) if isinstance(value, list | set | dict) else value
+        name: json.dumps(value, default=str, sort_keys=True) if isinstance(value, list | set | dict) else value
         for name, value in switches.items()
         if value == value  # leaves out NaN
     }
@@ -165,7 +165,7 @@ def shared_sentence(configs: Configs) -> str:
 def short_names(configs: Configs) -> dict[str, str]:
     """Return the last word of each switch's name, or the whole name where another name ends in the same word."""
     words = {name: name.rpartition(".")[2] for switches in configs.values() for name in switches}
-    count = Counter(word for name, word in words.items() if not name.startswith(ARGUMENT))
+    count = Counter(words.values())
     return {name: word if name.startswith(ARGUMENT) or count[word] == 1 else name for name, word in words.items()}
 
 

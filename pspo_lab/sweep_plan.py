@@ -1,6 +1,5 @@
 """From experiments to jobs: grids of settings, the stages of the paper's search, and what it selects."""
 
-import functools
 import math
 import re
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pspo.files import read_jsonl
 WEIGHTS = ("best", "final", "checkpoints")  # folders of a run
 MODEL = ("name_or_path", "revision", "trust_remote_code")  # switches that evaluations take from their run
 Switches = dict[str, Any]
+Evaluations = dict[str, Settings]  # by folder inside a run's
 C = TypeVar("C")
 
 
@@ -82,7 +82,7 @@ class Job:
     setting: str
     seed: int
     config: Settings
-    evaluate: dict[str, Settings]
+    evaluate: Evaluations
 
     @property
     def trained(self) -> bool:
@@ -152,14 +152,18 @@ def make_plan(sweep: SweepConfig) -> list[Method]:
     for name in sweep.only or sweep.experiments:
         require(name in sweep.experiments, "only", f"must name experiments ({', '.join(sweep.experiments)})", name)
         experiment = sweep.experiments[name]
-        evaluations = parse_evaluations(name, experiment)
-        methods = [make_method(sweep, name, method, grid) for method, grid in experiment.methods.items()]
-        if evaluations:
-            methods.append(untrained_evaluations(sweep, name, [job for method in methods for job in method.possible]))
+        evaluate = {
+            folder: parse_switches(EvaluateConfig, f"pspo sweep: {name}, evaluate {folder}", switches)[1]
+            for folder, switches in experiment.evaluate.items()
+        }
+        methods = [make_method(sweep, name, method, grid, evaluate) for method, grid in experiment.methods.items()]
+        if evaluate:
+            jobs = [job for method in methods for job in method.possible]
+            methods.append(untrained_evaluations(sweep, name, jobs, evaluate))
         for job in (job for method in methods for job in method.possible):
-            for folder in job.evaluate:
+            for folder, values in job.evaluate.items():
                 ignored = [*(f"model.{name}" for name in MODEL), "run.output_dir", "run.quiet"]
-                require_same_switches(job.folder / folder, evaluations[folder], ignored)
+                require_same_switches(job.folder / folder, values, ignored)
         plan += methods
     return plan
 
@@ -170,30 +174,32 @@ def require_same_switches(folder: Path, values: Switches, ignored: Sequence[str]
         require_same(folder, values, lambda name, *_: name in ignored, "move it away")
 
 
-def make_method(sweep: SweepConfig, name: str, method: str, grid: Switches | list[Switches]) -> Method:
+def make_method(
+    sweep: SweepConfig, name: str, method: str, grid: Switches | list[Switches], evaluate: Evaluations
+) -> Method:
     """A method of an experiment; ValueError if two of its settings or seeds are the same."""
     experiment = sweep.experiments[name]
     search = experiment.search
     stages: dict[str, int | None] = {"full": 1 if search else None}
-    rounds = [("full", experiment.seeds, {})]
+    rounds = [({"full": experiment.seeds}, {}, evaluate)]
     if search:
         stages = {"grid": None, "confirm": search.keep, "full": 1}
-        rounds += [("grid", search.seeds, search.switches), ("confirm", search.confirm_seeds, search.switches)]
+        rounds.append(({"grid": search.seeds, "confirm": search.confirm_seeds}, search.switches, {}))
     settings = {}
     jobs = []
-    for stage, seeds, further_switches in rounds:
+    for seeds, further_switches, evaluations in rounds:
         for point in grid_points(grid):
             setting = setting_name(method, point)
             settings[setting] = point
-            jobs += setting_jobs(sweep, name, setting, stage, seeds, experiment.shared | point | further_switches)
+            switches = experiment.shared | point | further_switches
+            jobs += setting_jobs(sweep, name, setting, seeds, switches, evaluations)
     unique = 0 < len(jobs) == len({job.folder for job in jobs})
     require(unique, f"experiments.{name}.methods.{method}", "must have settings and seeds that differ", grid)
     return Method(name, method, settings, stages, jobs)
 
 
-def untrained_evaluations(sweep: SweepConfig, name: str, jobs: list[Job]) -> Method:
+def untrained_evaluations(sweep: SweepConfig, name: str, jobs: list[Job], evaluate: Evaluations) -> Method:
     """Return a method with a job, evaluations alone, for each model that these jobs begin with."""
-    evaluate = parse_evaluations(name, sweep.experiments[name])
     possible = {}
     for job in jobs:
         model = job.config["model"]
@@ -205,20 +211,19 @@ def untrained_evaluations(sweep: SweepConfig, name: str, jobs: list[Job]) -> Met
 
 
 def setting_jobs(
-    sweep: SweepConfig, name: str, setting: str, stage: str, seeds: list[int], switches: Switches
+    sweep: SweepConfig, name: str, setting: str, seeds: dict[str, list[int]], switches: Switches, evaluate: Evaluations
 ) -> list[Job]:
-    """Jobs of a setting in a stage; ValueError if a job cannot run or was run with different switches."""
+    """Jobs of a setting, whose seeds are by stage; ValueError if one cannot run or was run with other switches."""
     prog = f"pspo sweep: {name}/{setting}"
-    searching = stage != "full"
+    searching = "full" not in seeds
     config, switch_values = parse_switches(TrainConfig, prog, switches)
-    evaluate = {} if searching else parse_evaluations(name, sweep.experiments[name])
     jobs = []
     with user_errors(prog):
         fits = (config.distributed.strategy == "none") == (sweep.processes == 1)
         require(fits, "processes", "above 1 needs --distributed.strategy ddp or fsdp2, 1 needs none", sweep.processes)
         config.check_ranks(sweep.processes)
         require(config.run.validate_every or not searching, "run.validate_every", "must be above 0 in a search", 0)
-        for seed in seeds:
+        for stage, seed in ((stage, seed) for stage, of_stage in seeds.items() for seed in of_stage):
             folder = Path(sweep.output, f"{name}-search" if searching else name, setting, f"seed-{seed}")
             values = switch_values | {"run": switch_values["run"] | {"seed": seed, "output_dir": str(folder)}}
             require_same_switches(folder, values, ["run.output_dir"])
@@ -246,26 +251,11 @@ def folder_name(text: str) -> str:
     return re.sub(r"[^\w.=+-]", "_", text)
 
 
-def parse_evaluations(name: str, experiment: Experiment) -> dict[str, Settings]:
-    """The configurations of an experiment's evaluations by folder."""
-    return {
-        folder: parse_switches(EvaluateConfig, f"pspo sweep: {name}, evaluate {folder}", switches)[1]
-        for folder, switches in experiment.evaluate.items()
-    }
-
-
 def parse_switches(config_class: type[C], prog: str, switches: Switches) -> tuple[C, Settings]:
     """Return the configuration of these switches, and the same as in YAML; null leaves a switch open."""
     left_open = [name for name, value in switches.items() if value is None and name in find_switches(config_class)]
     # Later words override: a file comes first, and a class before its parameters.
     names = sorted(switches.keys() - left_open, key=lambda name: (name != "config", name.count(".")))
     words = [f"--{name}={argument_text(switches[name])}" for name in names]
-    return parse_words(config_class, prog, tuple(words), tuple(left_open))
-
-
-@functools.cache  # a search has two stages with the same switches
-def parse_words(
-    config_class: type[C], prog: str, words: tuple[str, ...], left_open: tuple[str, ...]
-) -> tuple[C, Settings]:
     with user_errors(prog):
         return make_config(config_class, prog, words, {DERIVED: left_open})

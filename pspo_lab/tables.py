@@ -14,7 +14,7 @@ from scipy.stats import t
 from pspo.terminal import one_line
 from pspo_lab.power import Estimate, estimate
 from pspo_lab.runs import STAGES, LabRun, Runs, TestResult, grouped, read_problems, skip_unreadable
-from pspo_lab.settings import make_setting, methods
+from pspo_lab.settings import differing, make_setting, methods
 
 BASELINES = ("Clip", "NoClip")  # methods that paired differences subtract
 TREATMENT = ("algorithm.", "optimizer.")  # switches in which the two runs of a pair may differ
@@ -79,6 +79,7 @@ class Value:
 def accuracies(runs: Runs, *stages: str, sampled: bool = False) -> list[Value]:
     """Return values of tests in these stages, greedy or all; an evaluation replaces the same number of a summary."""
     has_limits = len({test.limit for test in runs.tests} - {None}) > 1
+    prompts = [name for name in differing(runs.configs) if name.startswith(("data.", "rollout.stop"))]
     values: dict[tuple[LabRun | str, Column], Value] = {}
     for test in sorted(runs.tests, key=lambda test: STAGES.index(test.stage)):  # a stage begins with the summary
         is_greedy = test.temperature == "0"
@@ -86,13 +87,15 @@ def accuracies(runs: Runs, *stages: str, sampled: bool = False) -> list[Value]:
             continue
         title = test.problems
         if has_limits and test.limit is not None:
-            title += f", {test.limit:.0f} tokens"
+            title += f", {test.limit} tokens"
         if not is_greedy:
             title += f", T = {test.temperature}"
         for measure in shown_measures(test):
             name = f"{'final ' if test.stage == 'final' else ''}{measure.replace('_', ' ')}"
             column = Column(title, name, measure != "mean_reward")
             run, row = (None, test.model) if test.stage == "before" else (test.run, runs.labels[test.run])
+            if test.stage == "before" and test.run is not None and prompts:  # which change what an untrained model does
+                row = f"{test.model}, as in {runs.labels[test.run]}"
             values.pop((run or row, column), None)
             number = test.numbers[measure]
             answers = problem_values(test, measure)
@@ -221,6 +224,7 @@ def make_cells(values: Iterable[Value]) -> list[Cell]:
         found = None
         if len(seeds) >= SEEDS_FOR_AN_INTERVAL and column.measure not in OF_SEEDS:
             found = estimate_seeds(seeds)
+            mean = float(found.mean)  # over the problems that all seeds have a value for
             interval = found.interval()
         n_trained = sum(value.run is not None for value in seeds)
         cells.append(Cell(row, column, n_trained, mean, interval, found))

@@ -28,9 +28,7 @@ from pyarrow import parquet
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from pspo.cli.parse import make_config
-from pspo.cli.values import class_names
-from pspo.config import TrainConfig
+from pspo.cli.values import class_names, load_yaml, read
 from pspo.endings import user_errors
 from pspo.evaluate.statistics import Number, as_text, measure_name
 from pspo.files import DAMAGE, numbered, read_json, read_jsonl, step_of, write_text
@@ -89,7 +87,8 @@ def setting_curves(runs: Runs) -> Iterator[Record]:
     numbers = runs.rollouts().set_index(["run", "step"]).select_dtypes("number")
     values = numbers.melt(var_name="column", ignore_index=False).dropna(subset="value").reset_index()
     means = mean_over_seeds(values.assign(row=values["run"].map(number)), by=["row", "column", "step"])
-    for seeds, (i, cells) in zip(members.values(), means.groupby("row"), strict=True):
+    for i, cells in means.groupby("row"):  # not those of a setting without numbers
+        seeds = [*members.values()][i]
         sides = {side: cells.pivot(index="step", columns="column", values=side) for side in ("mean", "low", "high")}
         yield {
             "label": runs.labels[seeds[0]],
@@ -266,9 +265,8 @@ def parse_surrogate(text: str) -> Surrogate:
     match = re.fullmatch(r"([\w.]+)(?:\((.*)\))?", text)
     if match is None:
         raise ValueError(f"--surrogates {text}: write Name or 'Name(parameter=1.0)'")
-    arguments = [part.strip() for part in (match[2] or "").split(",") if part.strip()]
-    words = [f"--algorithm.surrogate={match[1]}", *(f"--algorithm.surrogate.{part}" for part in arguments)]
-    return make_config(TrainConfig, "pspo view", words, {})[0].algorithm.surrogate
+    arguments = load_yaml("{" + (match[2] or "").replace("=", ": ") + "}")
+    return read(Surrogate, {"class_path": match[1], "init_args": arguments}, "surrogates")
 
 
 def make_page(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
@@ -294,8 +292,9 @@ def main(args: Sequence[str] | None = None) -> None:
     options = parser.parse_args(args)
     with user_errors("pspo view"):
         runs = run_folders(options.runs)
-        folders = [root for root in runs if any(root.rglob("metrics.jsonl"))] or runs  # a data folder gets no page
-        output = local_path(options.output or folders[0] / "view.html")
+        page = make_page(runs, options.surrogates)
+        folder = next(root for root in runs if any(root.rglob("metrics.jsonl")))  # a data folder gets no page
+        output = local_path(options.output or folder / "view.html")
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_text(output, make_page(runs, options.surrogates))
+        write_text(output, page)
     print(f"{output}  ({output.stat().st_size / 1e6:.1f} MB)")

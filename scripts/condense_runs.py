@@ -19,17 +19,11 @@ import pandas as pd
 
 from pspo.files import read_jsonl, write_text
 from pspo_lab.runs import Runs, read_runs
-from pspo_lab.settings import MODEL, SEED, SURROGATE, methods
+from pspo_lab.settings import MODEL, SEED, differing, methods, short_names
 
 STAGE_COLUMNS = {"before": "untrained_accuracy", "after": "returned_accuracy", "final": "accuracy"}
 ROOMS = ("algorithm.", "model.", "optimizer.", "rollout.")
-
-
-def varied_switches(configs: pd.DataFrame) -> pd.DataFrame:
-    """Return the switches of ROOMS that have several values, under the last part of their names."""
-    configs = configs[[name for name in configs.columns if name.startswith(ROOMS) and name != SURROGATE]]
-    varied = configs.loc[:, configs.astype(str).nunique() > 1]
-    return varied.rename(columns=lambda name: name.removesuffix(".class_path").rpartition(".")[2])
+MEANS = {"reward": "mean", "kl_sampler_old": "mean", "validation_reward": "last"}  # over a run's rollouts
 
 
 def test_numbers(runs: Runs) -> pd.DataFrame:
@@ -56,15 +50,14 @@ def test_numbers(runs: Runs) -> pd.DataFrame:
 def condense(runs: Runs) -> pd.DataFrame:
     """A row per run, in order of experiments and settings."""
     names = [run.name for run in runs.labels]
-    configs = pd.DataFrame([run.switches for run in runs.labels], names, dtype=object).sort_index(axis=1)
+    configs = pd.DataFrame([run.switches for run in runs.labels], names, dtype=object)
+    varied = [name for name in differing(runs.configs) if name.startswith(ROOMS)]
     rollouts = runs.rollouts().groupby("run")
+    means = {name: how for name, how in MEANS.items() if name in rollouts.obj}
     rows = pd.DataFrame({"experiment": [Path(run.experiments[0]).name for run in runs.labels]}, names)
     rows["method"] = [*methods(runs.configs).values()]
-    rows = rows.join(varied_switches(configs)).assign(seed=configs[SEED])
-    rows["reward"] = rollouts["reward"].mean()
-    if "kl_sampler_old" in rollouts.obj:
-        rows["kl_sampler_old"] = rollouts["kl_sampler_old"].mean()
-    rows["validation"] = rollouts["validation_reward"].last()
+    rows = rows.join(configs[varied].rename(columns=short_names(runs.configs))).assign(seed=configs[SEED])
+    rows = rows.join(rollouts.agg(means).rename(columns={"validation_reward": "validation"}))
     rows["best_step"] = [run.summary.get("best_step") for run in runs.labels]
     return rows.join(test_numbers(runs)).dropna(axis="columns", how="all")
 

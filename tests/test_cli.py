@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub.constants
 import pytest
@@ -219,12 +220,16 @@ def test_texts_in_a_file_and_an_own_reward_need_a_path_and_its_name(here, capsys
 # --- evaluate ---------------------------------------------------------------------------------------------------------
 
 
-def test_evaluate(here, refused):
+def test_evaluate(here, refused, monkeypatch):
     shutil.copytree(ASSETS / "tiny-base", "best")
     Path("best/validation.json").write_text('{"step": 40}')
     args = ["--data.limit=6", "--eval.temperatures=[0, 0.8]", "--eval.samples=2", "--eval.max_completion_tokens=32",
             "--model.name_or_path=best", "--run.output_dir=results"]  # fmt: skip
-    evaluate(args)
+    with monkeypatch.context() as disk:
+        disk.setattr(pspo.files, "to_jsonl", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(SystemExit, match="1"):
+            evaluate(args)
+    evaluate(args)  # nothing of the first try is left
     results, completions = read_json(here / "results/results.json"), read_jsonl(here / "results/completions.jsonl")
     assert results.items() >= {"model": "best", "step": 40, "data": "arithmetic", "split": "test", "n": 6,
                                "samples": 2, "top_p": 1.0, "max_completion_tokens": 32, "seed": 0}.items()  # fmt: skip

@@ -89,11 +89,11 @@ def write_results(output: Path, config: EvaluateConfig, settings: Settings, resu
         "temperatures": {temperature: evaluation.results() for temperature, evaluation in results.items()},
     }
     completions = [completion for evaluation in results.values() for completion in evaluation.completions]
-    output.mkdir()
-    files.write_text(output / "config.yaml", to_yaml(settings))
-    files.write_json(output / "environment.json", files.environment(str(dist.local_device()), dist.world_size()))
-    files.write_text(output / "completions.jsonl", files.to_jsonl(completions))
-    files.write_json(output / "results.json", record)
+    with files.whole_folder(output) as folder:
+        files.write_text(folder / "config.yaml", to_yaml(settings))
+        files.write_json(folder / "environment.json", files.environment(str(dist.local_device()), dist.world_size()))
+        files.write_text(folder / "completions.jsonl", files.to_jsonl(completions))
+        files.write_json(folder / "results.json", record)
     print(f"{render(record)}\n\nresults: {output / 'results.json'}")
 
 

@@ -87,6 +87,9 @@ def test_the_gain_of_sapo_on_asdiv_over_seeds_and_problems(tmp_path, capsys):
     out = capsys.readouterr().out
     assert re.search(r"^T = 0, 291 problems, 5 seeds ", out, re.MULTILINE)
     assert re.search(r"^accuracy +37\.1% +51\.9% +14\.8% \[9\.8, 19\.7\] ", out, re.MULTILINE)
+    compare(folder, folder.parent)  # by seed: one run of several is compared with itself
+    out = capsys.readouterr().out
+    assert re.search(r"^T = 0, 291 problems  .*\naccuracy .* 0\.0% \[0\.0, 0\.0\] ", out, re.MULTILINE)
 
 
 def test_what_cannot_be_paired_is_refused(tmp_path, capsys):
@@ -97,7 +100,12 @@ def test_what_cannot_be_paired_is_refused(tmp_path, capsys):
     lacking = write_evaluation(
         tmp_path / "lacking", [record(i, 0, False) for i in range(7)] + [record(0, j, False) for j in range(1, 8)]
     )
+    for method in ("PSPO", "Clip"):
+        folder = write_evaluation(tmp_path / f"mixed/{method}", [], "summary.json")
+        surrogate = f"algorithm: {{surrogate: {{class_path: pspo.losses.{method}}}}}"
+        (folder / "config.yaml").write_text(f"{surrogate}\nrun: {{seed: {len(method)}}}")
     for paths, message in (
+        ((a, folder.parent), "mixed has runs that differ in more than the seed"),
         ((a, lacking), "lacking/completions.jsonl is damaged: its problems have different numbers of completions"),
         ((a, fewer), "not of the same problems (7 and 6, in order)"),
         ((a, other), "not of the same problems"),

@@ -30,7 +30,7 @@ FAULTS = {
     "far_off_policy": ({"ratio_p1": 0.2, "ratio_p99": 3.0}, "1% of the last tokens have a ratio below 0.20"),
     "clipped": ({"zero_weight_share": 0.3}, "30% of the last tokens with an advantage have no gradient"),
     "entropy_collapses": ({"entropy": np.linspace(1, 0.01, N), "reward": 0.5}, "entropy fell from 0.909 to"),
-    "reward_falls": ({"reward": FALLING}, "the reward fell from"),
+    "reward_falls": ({"reward": np.where(np.arange(N) % 3, FALLING, np.nan)}, "the reward fell from"),
     "reward_without_accuracy": ({"validation_accuracy": FALLING}, "the validation reward rose from"),
     "longer_without_reward": (
         {"completion_tokens": np.linspace(20, 60, N), "reward": 0.5}, "completions grew from 24 to 56 tokens"),

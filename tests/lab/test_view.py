@@ -15,6 +15,7 @@ import yaml
 from pspo.files import append_jsonl, read_json, read_jsonl
 from pspo.train import main as train
 from pspo_lab.report_command import main as report
+from pspo_lab.view_command import main as view
 from pspo_lab.view_command import make_page
 
 HOSTILE = [
@@ -190,6 +191,10 @@ def test_a_damaged_run_and_damaged_files_of_tokens_are_named_and_left_out(runs, 
     data = data_of(make_page([tmp_path / "runs"]))
     assert [run["name"] for run in data["runs"]] == ["Clip, seed 0"]
     assert len(recorded(data)) > 0 < len(others)
+    for missing in ("runs/seed-0/metrics.jsonl", "runs/typo"):
+        with pytest.raises(SystemExit, match="2"):
+            view([str(tmp_path / missing)])
+    assert not (tmp_path / "runs/typo").exists()
     printed = capsys.readouterr().err
     assert "seed-1: damaged (KeyError: 'reward')" in printed
     assert all(f"{file} is not what a run records" in printed for file in (damaged, mistyped))
