@@ -6,14 +6,14 @@ naming its switch, before any model is loaded.
 
 import math
 import operator
+import os
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
 
 from pspo import losses
-from pspo.tasks.datasets import DataSpec, default_answer_kind
-from pspo.tasks.files import local_path
+from pspo.tasks.datasets import SOURCES, DataSpec, Source
 from pspo.tasks.problem import SYSTEM_PROMPT, AnswerKind
 from pspo.tasks.rewards import MathReward, Reward
 from pspo.tasks.scoring import OnError, Scoring
@@ -66,11 +66,9 @@ class Section:
             value = getattr(self, part.name)
             facts = part.metadata.get("facts", ())
             if "path" in facts and isinstance(value, str):
-                path = local_path(value)
-                if value.startswith("~"):
-                    object.__setattr__(self, part.name, str(path))
+                object.__setattr__(self, part.name, os.path.expanduser(value))
             if "class" in facts and isinstance(value, str):
-                object.__setattr__(self, part.name, {"class_path": value})
+                object.__setattr__(self, part.name, None if value == "null" else {"class_path": value})
             limits = part.metadata.get("limits")
             if limits and value is not None:
                 is_within = all(COMPARISONS[name](value, limit) for name, limit in limits.items())
@@ -147,7 +145,8 @@ class DataConfig(Section, DataSpec, name="data"):
     @property
     def numeric(self) -> bool:
         """True if all gold answers are numbers."""
-        return all((self.answer_kind or default_answer_kind(name)) == "number" for name in self.name.split("+"))
+        sources = [SOURCES.get(name, Source(name)) for name in self.name.split("+")]
+        return all((self.answer_kind or source.answer_kind) == "number" for source in sources)
 
     @property
     def system_text(self) -> str:

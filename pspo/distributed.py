@@ -21,16 +21,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
+from torch.distributed import is_torchelastic_launched as launched_by_torchrun
 
+from pspo.errors import RunFailed
 from pspo.signals import end_with_parent
 
 TIMEOUT = 600.0  # seconds that ranks wait for each other at most
 T = TypeVar("T")
-
-
-def launched_by_torchrun() -> bool:
-    """True if torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def local_device() -> torch.device:
@@ -103,7 +100,7 @@ def is_main() -> bool:
 
 
 def run_on_main(function: Callable[[], T]) -> T:
-    """The result of ``function``, called on rank 0, on every rank; if it raises, all other ranks exit with its code."""
+    """The result of ``function``, called on rank 0, on every rank; if it raises, the other ranks end, too."""
     result: Any = None
     code = 0
     try:
@@ -115,7 +112,7 @@ def run_on_main(function: Callable[[], T]) -> T:
     finally:
         result, code = gather_objects((result, code))[0]
     if code != 0:
-        raise SystemExit(code)  # rank 0 prints why
+        raise SystemExit(code) if code == 2 else RunFailed("rank 0 has failed")  # which prints why
     return result
 
 

@@ -5,7 +5,7 @@
 | the last step is taken | none | final model, summary | the results | 0 |
 | first SIGTERM or Ctrl-C | Stopped | the snapshot | stopped; how to go on | 75 |
 | second one; in an evaluation the first | KeyboardInterrupt; Stopped | nothing more | stopped; how to go on | 130 |
-| a reward, environment or advantage raises, or a draw | UserCodeFailed | the snapshot | frames; how to go on | 1 |
+| a reward, environment, advantage, callback or draw raises | UserCodeFailed | the snapshot | frames; how to go on | 1 |
 | a surrogate or term raises, or returns no loss of every token | UserCodeFailed | nothing more | the same | 1 |
 | an engine fails | EngineError, then RunFailed | nothing more | its line; how to go on | 1 |
 | ten skipped steps in a row, weights not finite, a full disk | RunFailed | nothing more | the cause and a fix | 1 |

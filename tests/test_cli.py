@@ -22,6 +22,7 @@ import pspo.evaluate.evaluation
 import pspo.run.run
 from pspo.cli.parse import differences, parse, read_config
 from pspo.config import TrainConfig
+from pspo.evaluate.__main__ import model_step
 from pspo.files import append_jsonl, read_json, read_jsonl
 from pspo.model import ASSETS, load_tokenizer
 from pspo.run.messages import model_card
@@ -242,6 +243,9 @@ def test_evaluate(here, refused, monkeypatch):
     evaluate(["--config", "results/config.yaml", "--run.output_dir=again"])
     for name in ("results.json", "completions.jsonl"):
         assert (here / "again" / name).read_bytes() == (here / "results" / name).read_bytes()
+    Path("summary.json").write_text('{"optimizer_steps": 100}')
+    assert [model_step(Path(model)) for model in ("final", "merged", "best")] == [100, None, 40]
+    assert "/proc/results" in refused(evaluate, *args, "--run.output_dir=/proc/results")
 
 
 # --- bad input: one line that names the switch, exit code 2, nothing left behind --------------------------------------

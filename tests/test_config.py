@@ -55,6 +55,7 @@ def test_switches_override_and_null_unsets():
         "--rollout.prompts", "4", "--optimizer.lr=1", "--data.system_prompt=", "--run.max_tokens", "150_000_000",
         "--model.gradient_checkpointing", "--model.name_or_path", "123", "--run.output_dir=2024",
         "--data.limit=7", "--data.limit=null", "--reward.functions", "FormatReward", "--rollout.stop_strings=a",
+        "--rollout.environment=my.Game", "--rollout.environment=null",
     )  # fmt: skip
     default = resolve(TrainConfig())
     assert config == replace(
@@ -140,7 +141,7 @@ def test_every_method_over_a_file_of_another_and_back_from_its_resolved_text(sur
 
 TEXTS = ["# Role: tutor", "#run", "~", "null", "true", "no", "1.10", "0123456", "1e3", "0x10", "1_000", "2024-01-01",
          "[END]", "[END", "{x", "a: b", "- a", "-h", "*a", "!x", "%", "'", '"a"', "['a']", " a ", "\t", "a\r\nb\n",
-         "\u2028", "\u00e9\u7ec8", "<<", "x #y", "a, b", "<|im_end|>", ".inf"]  # fmt: skip
+         "\u2028", "a\x85b", "\u00e9\u7ec8", "<<", "x #y", "a, b", "<|im_end|>", ".inf"]  # fmt: skip
 SWITCHES = ["data.system_prompt", "model.revision", "data.hub.revision", "data.hub.config", "data.hub.splits.train",
             "data.columns.prompt", "rollout.stop_strings", "rollout.stop_tokens"]  # fmt: skip
 PATHS = ["run.output_dir", "data.chat_template"]
@@ -301,6 +302,8 @@ MESSAGES = {
     "--config typo.yaml": "unrecognized arguments: --rollout.group_sise; did you mean --rollout.group_size?",
     "--config syntax.yaml": "syntax.yaml is damaged: .* line 2, column 4",
     "--config twice.yaml": "twice.yaml is damaged: run stands twice, the second time in line 2",
+    "--config grpo --run.keep 0": "--run.keep must be",
+    "--data.chat_template a.jinja --data.chat_template.tools []": "--data.chat_template is a.jinja, which takes no",
     "--config missing.yaml": ".*No such file or directory: 'missing.yaml'",
     "--algorithm.surrogate Clipp": ".* no such class; choose from ASPO, .*VESPO, or give an import path",
     "--algorithm.surrogate.alpha=0.4 --algorithm.surrogate=PSPO": "--algorithm.surrogate must stand before its",
@@ -325,6 +328,7 @@ MESSAGES |= {f"--{case}": f".*{re.escape(case.partition('=')[0])}" for case in B
 def test_message(command, tmp_path, monkeypatch, capsys):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "grpo").mkdir()  # the method of that name is meant
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match=r"^2$"):
         parse(EvaluateConfig if "--eval." in command else TrainConfig, "pspo.train", command.split())

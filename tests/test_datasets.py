@@ -55,14 +55,6 @@ def test_gold_is_one_number_or_left_out(text, value):
     assert parse_gold(text) == (None if value is None else Fraction(value))
 
 
-def test_gsm8k(tmp_path, capsys):
-    solution = "2+3=<<2+3=5>>5 thousand\n#### 5,000"
-    path = write_jsonl(tmp_path / "test.jsonl", [{"question": "How many?", "answer": solution}])
-    (problem,) = load_problems("gsm8k", "test", path)
-    assert problem == Problem("How many?", Fraction(5000), {"answer": solution}, source="gsm8k", solution=solution)
-    assert capsys.readouterr().out == ""
-
-
 def test_math(tmp_path, capsys):
     solutions = [
         r"$\boxed{\frac{6}{4}}$", r"$\boxed{x=5}$", r"both $\boxed{-2}$ and $\boxed{1}$",
@@ -83,14 +75,6 @@ def test_math(tmp_path, capsys):
         "70,110", r"\frac{6}{4}", "x=5", "1", "3.0", r"\frac{6}{3}", "5", "70,110",
     ]  # fmt: skip
     assert "8 of 9 problems have an answer" in capsys.readouterr().out
-
-
-def test_svamp(tmp_path):
-    records = [{"Body": "Dan had 3.5.", "Question": "How many?", "Answer": 3.5, "Type": "Division"}]
-    (tmp_path / "SVAMP.json").write_text(json.dumps(records))
-    fields = {"Answer": 3.5, "Type": "Division"}
-    (problem,) = load_problems("svamp", "test", tmp_path / "SVAMP.json")
-    assert problem == Problem("Dan had 3.5. How many?", Fraction(7, 2), fields, source="svamp", category="Division")
 
 
 def test_asdiv(tmp_path, capsys):
@@ -148,7 +132,7 @@ def test_a_number_of_a_table_is_its_shortest_decimal(tmp_path, kind):
     assert [problem.fields["row"] for problem in problems] == [{"x": [float(gold)]} for gold in golds]
 
 
-def test_a_folder_of_save_to_disk_is_read(tmp_path):
+def test_a_folder_of_save_to_disk_is_read(tmp_path, monkeypatch):
     """Class labels are their names."""
     label = datasets.ClassLabel(names=["no", "yes"])
     lists = {"lists": datasets.List(label), "objects": [{"labels": datasets.Sequence(label)}]}
@@ -158,7 +142,8 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path):
     table = datasets.Dataset.from_list(rows, features=features)
     golds = sorted(["no", "yes"] * 20)
     table.save_to_disk(tmp_path / "one")
-    assert sorted(answers(load_problems("file", "test", tmp_path / "one", answer_kind="text"))) == golds
+    monkeypatch.chdir(tmp_path / "one")
+    assert sorted(answers(load_problems("file", "test", ".", answer_kind="text"))) == golds
     datasets.DatasetDict(train=table, test=table.select([1, 3])).save_to_disk(tmp_path / "two")
     train, validation, test = (load_problems("file", split, tmp_path / "two", answer_kind="text") for split in SPLITS)
     assert (sorted(answers(train + validation)), answers(test)) == (golds, ["yes", "yes"])
@@ -208,11 +193,14 @@ def test_splits_of_a_folder(tmp_path):
     with pytest.raises(ValueError, match=r"own.jsonl has no train split, only test; .*train.jsonl"):
         load_problems("file", "train", own)
     for split, start in (("train", 0), ("val", 10), ("test", 20)):
-        write_jsonl(tmp_path / f"{split}.jsonl", numbered(2, start))
+        write_jsonl(tmp_path / f"{split}.jsonl", numbered(9 if split == "val" else 2, start))
     for holdout in (0, 0.9):  # only divides a single split
         assert answers(load_problems("file", "test", tmp_path, holdout=holdout)) == [20, 21]
-    assert answers(load_problems("file", "validation", tmp_path)) == [10, 11]
+    validation = answers(load_problems("file", "validation", tmp_path))
+    assert sorted(validation) == [*range(10, 19)] != validation  # such files are often sorted by subject
     assert sorted(answers(load_problems("file", "train", tmp_path))) == [0, 1]
+    same = write_jsonl(tmp_path / "train.jsonl", [{"prompt": "Play.", "answer": n} for n in range(3)])
+    assert sorted(answers(load_problems("file", "train", same))) == [0, 1, 2]  # not all are validation
 
 
 @pytest.mark.parametrize(
@@ -232,7 +220,8 @@ def test_validation_is_held_out_of_train(tmp_path, name, rows, held_out):
 
 def test_mixture(tmp_path):
     write_jsonl(tmp_path / "gsm8k" / "train.jsonl", [{"question": f"g{n}", "answer": f"#### {n}"} for n in range(40)])
-    write_jsonl(tmp_path / "gsm8k" / "test.jsonl", [{"question": "gt", "answer": "#### 7"}])
+    solution = "2+3=<<2+3=5>>5 thousand\n#### 5,000"
+    write_jsonl(tmp_path / "gsm8k" / "test.jsonl", [{"question": "gt", "answer": solution}])
     write_jsonl(tmp_path / "gsm8k" / "train_socratic.jsonl", [{"question": "s", "answer": "#### 7"}])
     math = [{"problem": f"m{n}", "solution": rf"\boxed{{{n}}}"} for n in range(40)]
     write_jsonl(tmp_path / "math" / "train.jsonl", math)
@@ -246,7 +235,8 @@ def test_mixture(tmp_path):
     mixed = load_problems("gsm8k+arithmetic", "train", tmp_path)
     assert Counter(problem.source for problem in mixed) == {"gsm8k": 38, "arithmetic": 10_000}
     assert all(problem.fields.keys() == {"answer"} for problem in mixed)  # of which arithmetic has none
-    assert len(load_problems("gsm8k", "test", tmp_path)) == 1  # a folder of folders serves a single name too
+    (problem,) = load_problems("gsm8k", "test", tmp_path)  # a folder of folders serves a single name too
+    assert problem == Problem("gt", Fraction(5000), {"answer": solution}, source="gsm8k", solution=solution)
 
 
 def test_a_limit_takes_a_seeded_sample_of_a_test_split(tmp_path):
@@ -273,6 +263,8 @@ def test_hub(monkeypatch):
             return tables(validation=[row])
         if hub_id == "openai/gsm8k":
             return tables(train=[{"question": f"{n}", "answer": f"#### {n}"} for n in range(7473)], test=[])
+        if hub_id == "ChilleD/SVAMP":
+            return tables(test=[{"Body": "B 3.", "Question": "Q?", "Answer": 3.5, "Type": "Sum"}])
         if hub_id == "EleutherAI/hendrycks_math":
             return tables(test=[{"problem": config, "type": config, "solution": r"\boxed{3}"}])
         raise ConnectionError("no route")
@@ -288,8 +280,10 @@ def test_hub(monkeypatch):
         load_problems("gsm8k", "validation", hub={"config": "socratic"})
     assert asked[2:] == [("openai/gsm8k", "main", "main")]
     assert len({problem.category for problem in load_problems("math", "test")}) == 7
-    with pytest.raises(ValueError, match=r"ChilleD/SVAMP .*no route.* --data.path"):
-        load_problems("svamp", "test")
+    fields = {"Answer": 3.5, "Type": "Sum"}
+    assert load_problems("svamp", "test") == [Problem("B 3. Q?", Fraction("3.5"), fields, "svamp", "Sum")]
+    with pytest.raises(ValueError, match=r"me/mine .*no route.* --data.path"):
+        load_problems("me/mine", "test")
 
 
 def test_any_set_of_the_hub(monkeypatch):
@@ -384,9 +378,9 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_chats_are_prompts(tmp_path, suffix):
-    """A table gives every turn and call the keys of all the others, None where one lacks it."""
+    """A table gives every turn and call the keys of all the others, None where one lacks it; JSON means its null."""
     chats = [CHAT, [{"role": "user", "content": " Hi\n", "name": "Ann"}]]
-    for arguments in ({"city": "Rome"}, {"offset": 1.5}):
+    for arguments in ({"city": "Rome"}, {"offset": 1.5} | ({"limit": None} if suffix == "jsonl" else {})):
         call = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
         chats.append([CHAT[1], {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "7"}])
     rows = [{"prompt": chat, "answer": 7} for chat in chats]

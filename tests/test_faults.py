@@ -25,7 +25,7 @@ from pspo.errors import RunFailed
 from pspo.files import checkpoints, read_jsonl
 from pspo.losses import NoClip
 from pspo.model import ASSETS
-from pspo.run.recorder import Rows, rollout_metrics
+from pspo.run.recorder import by_row, rollout_metrics
 from pspo.run.run import prepare
 from pspo.tasks import Problem, Reward
 from pspo.tasks.workers import worker_pool
@@ -221,9 +221,10 @@ def test_a_rollout_whose_rewards_are_all_equal_moves_nothing_and_is_seen(capsys)
 
 
 def test_empty_and_truncated_completions_are_counted():
-    flags = ([0] * 4, [True, False, False, False], [1] * 4, [False, False, True, True], [None] * 4)
-    rows = Rows([0] * 4, ["", " \n", "a", "b c"], [0, 1, math.nan, 0.5], *flags, [{"A": math.nan}] * 4, [{}] * 4)
-    seen = rollout_metrics(rows, [Problem("?")])
+    columns = {"text": ["", " \n", "a", "b c"], "reward": [0, 1, math.nan, 0.5], "rewards": [{"A": math.nan}] * 4}
+    columns |= {"trained": [True, False, False, False], "truncated": [False, False, True, True], "logged": [{}] * 4}
+    columns |= {name: [0] * 4 for name in ("problem", "advantage", "tokens")}
+    seen = rollout_metrics(by_row(columns, 4), [Problem("?")])
     shares = {"empty_share": 0.5, "truncated_share": 0.5, "reward_unknown_share": 0.25, "trained_share": 0.25}
     assert seen | shares | {"reward": 0.5} == seen
     assert math.isnan(seen["reward/A"])

@@ -18,8 +18,8 @@ from processes import TINY, assert_same, before, contents, kill_at_file_event, o
 import pspo.evaluate.__main__
 import pspo.evaluate.evaluation
 from pspo import distributed as dist
-from pspo.endings import user_errors
-from pspo.files import checkpoints
+from pspo.endings import exit_codes, fail_together, user_errors
+from pspo.files import checkpoints, write_errors
 from pspo.rollout.engine import EngineError, EngineSampler
 from pspo.rollout.source import Ahead, Now
 from pspo.run.checkpointer import Checkpointer
@@ -207,7 +207,12 @@ def test_evaluation_uses_the_ranks(whole, tmp_path):
         assert (one / name).read_bytes() == (two / name).read_bytes()
 
 
-@pytest.mark.parametrize(("fails", "code"), [({}.popitem, 1), (partial(int, "no number"), 2)])
-def test_ranks_end_as_rank_0_does(fails, code):
-    run_on_main = user_errors("pspo")(dist.run_on_main)
-    assert ranks(lambda: dist.init("ddp") or run_on_main(fails)) == [code, code]
+full_disk = write_errors(Path("out"))(Path("/proc/out").mkdir)
+
+
+@pytest.mark.parametrize(("fails", "code"), [(full_disk, 1), (partial(int, "no number"), 2)])
+def test_ranks_end_as_rank_0_does(capfd, fails, code):
+    run_on_main = fail_together()(dist.run_on_main) if fails is full_disk else dist.run_on_main
+    command = exit_codes("pspo", "")(user_errors("pspo")(run_on_main))
+    assert ranks(lambda: dist.init("ddp") or command(fails)) == [code, code]
+    assert "Traceback" not in capfd.readouterr().err

@@ -5,6 +5,8 @@ import importlib
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from fractions import Fraction
@@ -76,7 +78,6 @@ def test_total_is_the_weighted_sum():
     assert totals == [1.0 + 0.5 + 6.0 + 2.0, 0.05 + 0.5 - 4.0 + 1.0]
     returned = {"Returns": [3.0, -2.0], "Returns_2": [0.5, 0.25]}
     assert by_name == {"MathReward": [1.0, 0.05], "FormatReward": [1.0, 1.0]} | returned
-    assert total([MathReward()], None, completions, problems)[0] == [1.0, 0.05]
     assert [type(each) for each in total([MathReward(format_bonus=1)], None, completions, problems)[0]] == [float] * 2
 
 
@@ -146,7 +147,6 @@ def test_a_function_gets_what_it_names_and_nothing_else():
     [
         (lambda completions, hnit: [], "yes", "^reward <lambda>: missing a required argument: 'hnit'; .*, hint, level"),
         (MathReward(), "yes", "MathReward needs numeric answers, not 'yes'; ExactMatch takes texts"),
-        (ExactMatch(), Fraction("1.50"), r"ExactMatch compares texts, and the data may not write 3/2 so: .* text"),
     ],
 )
 def test_what_a_reward_cannot_have_is_refused_before_a_model_is_loaded(function, answer, message):
@@ -304,6 +304,14 @@ def test_workers_that_hang_or_die_are_replaced(work):
         in_workers(work.hangs_async, "a", timeout=0.2)
 
 
+def test_an_async_reward_that_hangs_lets_the_process_end(work):
+    code = "import os, threading, work; threading.Timer(2, os.kill, (os.getpid(), 2)).start(); "
+    code += "from pspo.tasks.scoring import call_reward; call_reward(work.hangs_async, {'completions': []}, 0)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=30)
+    assert b"KeyboardInterrupt" in ended.stderr
+
+
 def test_a_failing_group_alone_is_unknown_and_the_traceback_is_shown_once(capsys):
     shown = {}
 
@@ -333,11 +341,9 @@ def test_only_frames_inside_the_package_are_the_packages():
 
 
 def test_exact_match():
-    problems = [Problem("?", answer) for answer in ("New York", "new york", "b", None, Fraction(5))]
-    completions = ["It is\n#### New  York", "New York", "#### a", "x", "5"]
+    problems = [Problem("?", answer) for answer in ("New York", "new york", "b", None, Fraction("5000.5"))]
+    completions = ["It is\n#### New  York", "New York", "#### a", "x", "$5,000.50"]
     assert ExactMatch()(completions, problems) == [1, 0, 0, None, 1]
-    assert ExactMatch()([f"<think>b</think>\n{text}" for text in completions], problems) == [1, 0, 0, None, 1]
-    assert ExactMatch()([f"<think>{text}" for text in completions], problems) == [0, 0, 0, None, 0]
     assert ExactMatch(ignore_case=True)(completions, problems) == [1, 1, 0, None, 1]
 
 

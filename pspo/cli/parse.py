@@ -69,11 +69,11 @@ def resolve(config: C) -> C:
         return config
     run = config.run
     path = Path(data.path or "")
-    if data.name == "file" and data.path and path.exists():
+    if data.path and path.exists():
         data = replace(data, path=os.path.abspath(path))  # the same data from any folder
-        if data.answer_kind is None and has_text_answers(path, data.columns["answer"]):
+        if data.name == "file" and data.answer_kind is None and has_text_answers(path, data.columns["answer"]):
             data = replace(data, answer_kind="text")
-        if getattr(run, "test_limit", 0):
+        if data.name == "file" and getattr(run, "test_limit", 0):
             data = replace(data, holdout=holdout_share(path, data.holdout))
             if data.holdout is None:  # nothing to test on
                 run = replace(run, test_limit=0)
@@ -131,7 +131,7 @@ def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], s
             raise ValueError(f"--{name} must stand before its arguments")
         if name == "config":
             path = local_path(text)
-            put_all(values, read_yaml(path if path.exists() else METHODS.get(text.lower(), path)), switches)
+            put_all(values, read_yaml(path if path.is_file() else METHODS.get(text.lower(), path)), switches)
         elif name == owner:
             values[owner] = Typed("true" if text is None else text)
         else:
@@ -139,6 +139,8 @@ def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], s
             old = read_typed(switches[owner].type, old, owner) if isinstance(old, Typed) else old
             names = name.removeprefix(f"{owner}.").split(".")
             is_mapping = owner in switches_with("mapping")
+            if is_mapping and isinstance(old, str):
+                raise ValueError(f"--{owner} is {old}, which takes no --{name}: give one of the two")
             values[owner] = with_item(old, names if is_mapping else ["init_args", *names], Typed(text))
 
 

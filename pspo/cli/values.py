@@ -83,10 +83,11 @@ def scalar(text: str) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write in quotes any text that `scalar` would not read as a text."""
+    """Write in quotes any text that `scalar` would not read as a text, or YAML as another."""
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if scalar(text) == text else "'")
+        style = None if scalar(text) == text and "\x85" not in text else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _Dumper.represent_text)

@@ -78,11 +78,13 @@ class EnvironmentSampler:
         return episodes_to_rollout(episodes, how.sampling.pad_id)
 
     def play_turn(self, episode: Episode, turns: Rollout, row: int, limit: int) -> bool:
-        """Append a row of the turns drawn, and the observation; returns True if the model has another turn."""
+        """Append a row of the turns drawn, step, append the observation; True if the model has another turn."""
         environment = episode.environment
         after = self.append_turn(episode, turns, row, limit)
-        observation, is_done = self.step(episode)
-        episode.terminated = is_done and after is not None
+        calls = [] if self.calls is None else [self.calls.read(episode.text)]
+        observation, reward, is_done = environment.step(episode.text, *calls)
+        episode.reward += finite_number(reward, f"{type(environment).__name__}.step, as its reward,")
+        episode.terminated = bool(is_done) and after is not None
         if is_done or after is None or episode.n_turns >= getattr(environment, "max_turns", MAX_TURNS):
             return False
         role = getattr(environment, "role", "user")
@@ -103,14 +105,6 @@ class EnvironmentSampler:
         episode.extend(ids[:room], sampled=True)
         episode.n_turns += 1
         return ids[-1] if turns.terminated[row] and len(ids) <= room else None
-
-    def step(self, episode: Episode) -> tuple[str, bool]:
-        """Step the environment and add its reward; returns the observation, and True if the episode is over."""
-        environment = episode.environment
-        calls = [] if self.calls is None else [self.calls.read(episode.text)]
-        observation, reward, is_done = environment.step(episode.text, *calls)
-        episode.reward += finite_number(reward, f"{type(environment).__name__}.step, as its reward,")
-        return observation, bool(is_done)
 
 
 def text_after_turn(tokenizer: PreTrainedTokenizerBase, text: str, role: str, tools: list[Any] | None) -> str:

@@ -46,10 +46,18 @@ def load_evaluation(config: EvaluateConfig, signals: StopSignals) -> tuple[Sampl
 
 
 def check_folder(output: Path) -> None:
-    """Make the parent of a new folder; ValueError if the folder exists."""
+    """Make the parent of a new folder; ValueError if the folder exists, OSError if it could not be made."""
     if output.exists():
         raise ValueError(f"--run.output_dir {output} is there already: choose a new folder")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    output.mkdir(parents=True)
+    output.rmdir()  # it is made again once all is drawn
+
+
+def model_step(model: Path) -> int | None:
+    """Optimizer steps behind the best or the final model of a run; None for another model."""
+    is_final = model.name == "final"  # another folder of a run may hold the model of any step
+    file = model.parent / "summary.json" if is_final else model / "validation.json"
+    return files.read_json(file).get("optimizer_steps" if is_final else "step") if file.is_file() else None
 
 
 def render(results: dict[str, Any]) -> str:
@@ -72,13 +80,13 @@ def render(results: dict[str, Any]) -> str:
     return f"{title}\n{table('mean [95%]', columns)}"
 
 
-def write_results(output: Path, config: EvaluateConfig, settings: Settings, results: dict[str, Evaluation]) -> None:
+def write_results(
+    output: Path, config: EvaluateConfig, settings: Settings, step: int | None, results: dict[str, Evaluation]
+) -> None:
     """Write the folder and print the results; ``results`` are by temperature."""
-    model = Path(config.model.name_or_path)
-    steps = ((model / "validation.json", "step"), (model.parent / "summary.json", "optimizer_steps"))
     record = {
         "model": config.model.name_or_path,
-        "step": next((files.read_json(f).get(name) for f, name in steps if model.is_dir() and f.is_file()), None),
+        "step": step,
         "data": config.data.name,
         "split": config.eval.split,
         "n": len(next(iter(results.values())).problems),
@@ -106,6 +114,7 @@ def main(args: Sequence[str] | None = None) -> None:
     with user_errors("pspo.evaluate"):
         dist.init("ddp" if dist.launched_by_torchrun() else "none", timeout=3600)
         dist.run_on_main(lambda: check_folder(output))
+        step = dist.run_on_main(lambda: model_step(Path(config.model.name_or_path)))
         sampler, base_how, prompts = load_evaluation(config, signals)
     results = {}
     with signals:
@@ -122,7 +131,7 @@ def main(args: Sequence[str] | None = None) -> None:
             )
     if dist.is_main():
         with user_errors("pspo.evaluate"):  # a full disk
-            write_results(output, config, settings, results)
+            write_results(output, config, settings, step, results)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -42,21 +42,6 @@ class OpenRollout:
     steps: list[dict[str, float]] = field(default_factory=list)  # metrics of its optimizer steps, once taken
     line: dict[str, Any] = field(default_factory=dict)  # for metrics.jsonl, begun then; rank 0's has statistics
     samples: list[dict[str, Any]] = field(default_factory=list)  # for samples.jsonl
-
-
-class Rows(NamedTuple):
-    """Columns of B values: what is recorded of completions that were trained on."""
-
-    problem: list[int]  # index among the training problems
-    text: list[str]
-    reward: list[float]  # NaN if unknown
-    advantage: list[float]
-    trained: list[bool]
-    tokens: list[int]
-    truncated: list[bool]
-    turns: list[int | None]  # None outside episodes
-    rewards: list[dict[str, float]]  # by reward function
-    logged: list[dict[str, Any]]  # what reward functions logged
 
 
 @dataclass
@@ -116,29 +101,28 @@ class Recorder:
         self.tokens += sum(dist.gather_objects(experience.drawn_tokens or experience.rollout.tokens))
         self.rollout.steps = steps
         line = self.rollout.line = {"step": self.learner.steps, "tokens": self.tokens}
-        rows = Rows(*map(dist.gather_on_main, make_rows(experience, self.config)))
+        rows = dist.gather_on_main(make_rows(experience, self.config, self.tokenizer))
         drawn_rewards = dist.gather_on_main(experience.drawn_rewards or experience.rewards.tolist())
         if dist.is_main():
             line |= rollout_metrics(rows, self.prompts.problems) | steps[-1]  # the last step is the most off-policy one
             line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
             line["grad_norm_max"] = max(step["grad_norm"] for step in steps)
             if self.config.rollout.resample > 0:
-                line["resampled_share"] = len(drawn_rewards) / len(rows.text) - 1
+                line["resampled_share"] = len(drawn_rewards) / len(rows) - 1
                 line["reward_drawn"] = float(np.mean(known(drawn_rewards)))
         if self.config.run.record_tokens > 0:
             self.record_samples(experience, rows)
 
-    def record_samples(self, experience: Experience, rows: Rows) -> None:
+    def record_samples(self, experience: Experience, rows: list[dict[str, Any]]) -> None:
         """Keep the first groups' completions for ``samples.jsonl``; write what the steps computed at their tokens."""
         group_size = self.config.rollout.group_size
         visits = dist.gather_on_main([self.learner.record.take(self.tokenizer, experience, group_size)])
-        completions = dist.gather_on_main(transcripts(self.tokenizer, experience.rollout))
         if dist.is_main():
-            for i, completion in enumerate(completions[: self.config.run.record_tokens * group_size]):
-                record = {"step": self.learner.steps, "problem": rows.problem[i], "sample": i % group_size}
-                record |= self.prompts.record(rows.problem[i]) | {"completion": completion}
-                names = ("reward", "advantage", "tokens", "truncated", "rewards", "logged")
-                record |= {name: getattr(rows, name)[i] for name in names if name != "logged" or rows.logged[i]}
+            for i, row in enumerate(rows[: self.config.run.record_tokens * group_size]):
+                record = {"step": self.learner.steps, "problem": row["problem"], "sample": i % group_size}
+                record |= self.prompts.record(row["problem"])
+                names = ("completion", "reward", "advantage", "tokens", "truncated", "rewards", "logged")
+                record |= {name: row[name] for name in names if name != "logged" or row["logged"]}
                 self.rollout.samples.append(record)
             with write_errors(self.output / TOKENS):
                 write_tokens(self.output, self.learner.steps, visits)
@@ -198,21 +182,24 @@ class Recorder:
         self.rollout = OpenRollout(*(state[part.name] for part in fields(OpenRollout)))
 
 
-def make_rows(experience: Experience, config: TrainConfig) -> Rows:
-    """The rows of this rank's rollout."""
+def make_rows(experience: Experience, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """What is recorded of each of this rank's completions that were trained on."""
     rollout = experience.rollout
-    return Rows(
-        problem=[i for i in experience.prompt_indices for _ in range(config.rollout.group_size)],
-        text=rollout.texts,
-        reward=experience.rewards.tolist(),
-        advantage=experience.row_advantages,
-        trained=trained_rows(rollout, experience.advantages, config.algorithm).tolist(),
-        tokens=rollout.loss_mask.sum(dim=1).tolist(),
-        truncated=(~rollout.terminated).tolist(),
-        turns=[None] * len(rollout) if rollout.sampled_mask is None else rollout.turns.tolist(),
-        rewards=by_row(experience.rewards_by_name, len(rollout)),
-        logged=by_row(experience.logged, len(rollout)),
-    )
+    columns = {
+        "problem": [i for i in experience.prompt_indices for _ in range(config.rollout.group_size)],
+        "text": rollout.texts,
+        "completion": transcripts(tokenizer, rollout),
+        "reward": experience.rewards.tolist(),  # NaN if unknown
+        "advantage": experience.row_advantages,
+        "trained": trained_rows(rollout, experience.advantages, config.algorithm).tolist(),
+        "tokens": rollout.loss_mask.sum(dim=1).tolist(),
+        "truncated": (~rollout.terminated).tolist(),
+        "rewards": by_row(experience.rewards_by_name, len(rollout)),  # by reward function
+        "logged": by_row(experience.logged, len(rollout)),
+    }
+    if rollout.sampled_mask is not None:
+        columns["turns"] = rollout.turns.tolist()
+    return by_row(columns, len(rollout))
 
 
 def by_row(columns: dict[str, list[Any]], n: int) -> list[dict[str, Any]]:
@@ -220,26 +207,26 @@ def by_row(columns: dict[str, list[Any]], n: int) -> list[dict[str, Any]]:
     return [{name: values[row] for name, values in columns.items()} for row in range(n)]
 
 
-def rollout_metrics(rows: Rows, problems: Sequence[Problem]) -> dict[str, float]:
+def rollout_metrics(rows: list[dict[str, Any]], problems: Sequence[Problem]) -> dict[str, float]:
     """Statistics of one rollout from its B rows; unknown rewards (NaN) are left out of the means."""
-    metrics = {"reward": np.mean(known(rows.reward)), "reward_std": np.std(known(rows.reward))}
-    for name in rows.rewards[0]:
-        metrics[f"reward/{name}"] = np.mean(known([rewards[name] for rewards in rows.rewards]))
-    metrics["reward_unknown_share"] = np.isnan(rows.reward).mean()
-    metrics["empty_share"] = np.mean([not text.strip() for text in rows.text])
-    metrics["trained_share"] = np.mean(rows.trained)
-    metrics["zero_advantage_share"] = np.equal(rows.advantage, 0).mean()
-    metrics["completion_tokens"] = np.mean(rows.tokens)
-    metrics["completion_tokens_max"] = max(rows.tokens)
-    metrics["truncated_share"] = np.mean(rows.truncated)
-    if rows.turns[0] is not None:
-        metrics["turns"] = np.mean(rows.turns)
-    has_number = [isinstance(problems[i].answer, Fraction) for i in rows.problem]
-    formats = [matches_format(text) for text, is_number in zip(rows.text, has_number, strict=True) if is_number]
+    column = {name: [row[name] for row in rows] for name in rows[0]}
+    metrics = {"reward": np.mean(known(column["reward"])), "reward_std": np.std(known(column["reward"]))}
+    for name in rows[0]["rewards"]:
+        metrics[f"reward/{name}"] = np.mean(known([rewards[name] for rewards in column["rewards"]]))
+    metrics["reward_unknown_share"] = np.isnan(column["reward"]).mean()
+    metrics["empty_share"] = np.mean([not text.strip() for text in column["text"]])
+    metrics["trained_share"] = np.mean(column["trained"])
+    metrics["zero_advantage_share"] = np.equal(column["advantage"], 0).mean()
+    metrics["completion_tokens"] = np.mean(column["tokens"])
+    metrics["completion_tokens_max"] = max(column["tokens"])
+    metrics["truncated_share"] = np.mean(column["truncated"])
+    if "turns" in column:
+        metrics["turns"] = np.mean(column["turns"])
+    formats = [matches_format(row["text"]) for row in rows if isinstance(problems[row["problem"]].answer, Fraction)]
     if formats:
         metrics["format_share"] = np.mean(formats)
-    for name in dict.fromkeys(chain(*rows.logged)):  # names differ by rank
-        numbers = [logged[name] for logged in rows.logged if isinstance(logged.get(name), int | float)]
+    for name in dict.fromkeys(chain(*column["logged"])):  # names differ by rank
+        numbers = [logged[name] for logged in column["logged"] if isinstance(logged.get(name), int | float)]
         if numbers:
             metrics[f"logged/{name}"] = np.mean(numbers)
     return {name: float(value) for name, value in metrics.items()}

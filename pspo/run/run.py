@@ -155,8 +155,10 @@ class Run:
         self.recorder.record(experience, steps)
         self.close_rollout()
         if self.on_rollout is not None:
+            self.take_snapshot()  # saved if the callback fails
             state = self.generators.state_dict()
-            self.on_rollout(experience, steps)
+            with fail_together():
+                self.on_rollout(experience, steps)
             self.generators.load_state_dict(state)  # the callback changes no bit of the run
 
     def close_rollout(self) -> None:
@@ -184,12 +186,12 @@ class Run:
             "peak_memory_gb": round(peak_memory_gb(self.learner.policy.device), 3),
         }
         if dist.is_main():
-            self.recorder.finish()
             with files.write_errors(self.output / "summary.json"):
                 models = {str(self.output / "final"): self.learner.steps, summary["best_model"]: summary["best_step"]}
                 for model, step in models.items():
                     files.write_text(Path(model) / "README.md", model_card(self.config, self.settings, step, summary))
                 files.write_json(self.output / "summary.json", summary)
+            self.recorder.finish()
         return summary
 
 

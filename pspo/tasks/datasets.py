@@ -123,11 +123,6 @@ def find_sources(data: DataSpec) -> list[Source]:
     return sources
 
 
-def default_answer_kind(name: str) -> AnswerKind:
-    """Return the kind of a source's gold answers if --data.answer_kind is unset."""
-    return SOURCES[name].answer_kind if name in SOURCES else "number"
-
-
 class Part(NamedTuple):
     """A file, or a split of the hub."""
 
@@ -140,6 +135,7 @@ def group_by_split(parts: list[Part], splits: dict[str, str]) -> dict[str, list[
     """Parts by the one split that their names give, by ``splits`` or a word; others are left out."""
     groups: dict[str, list[Part]] = {}
     for part in parts:
+        said = set()
         for name in reversed(Path(part.name).parts):  # the file's name before its folders'
             words = [name] if name in splits else re.split("[^a-z]+", name.lower())
             said = {split for split in map((SPLIT_WORDS | splits).get, words) if split}
@@ -229,7 +225,7 @@ def validation_prompts(problems: list[Problem], train_size: int | None) -> set[s
         missing = len(problems) - train_size
     copies = Counter(map(prompt_words, problems))
     prompts = set()
-    while copies and missing > 0:
+    while len(copies) > 1 and missing > 0:
         prompt, count = copies.popitem()
         prompts.add(prompt)
         missing -= count
@@ -284,11 +280,11 @@ def read_split(data: DataSpec, source: Source, split: str, path: Path | None) ->
                 raise ValueError(f"{part.place} record {number}: {error}") from error
     if is_divided:
         problems = [problem for problem in problems if is_held_out(problem, data) == (split == "test")]
-    if published == "train":
+    if split != "test":
         random.Random(data.seed).shuffle(problems)
-        if is_cut:
-            held_out = validation_prompts(problems, source.train_size)
-            problems = [each for each in problems if (prompt_words(each) in held_out) == (split == "validation")]
+    if published == "train" and is_cut:
+        held_out = validation_prompts(problems, source.train_size)
+        problems = [each for each in problems if (prompt_words(each) in held_out) == (split == "validation")]
     if not problems:
         raise ValueError(f"{place}: too few problems for a {split} split; add some, or change --data.holdout")
     return problems
@@ -316,8 +312,8 @@ def parse_answers(problems: Sequence[Problem], kind: AnswerKind, is_assumed: boo
 def read_problems(data: DataSpec, split: str) -> list[Problem]:
     """Load the problems of one split that have an answer of the kind asked for; print how many were left out, if any.
 
-    All problems have the same fields, None where one is missing. The seed shuffles train, a validation split cut from
-    train, and both splits of a mixture; it also draws the test's problems under a limit.
+    All problems have the same fields, None where one is missing. The seed shuffles train and validation, and draws the
+    test's problems under a limit.
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")

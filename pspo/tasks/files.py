@@ -61,7 +61,7 @@ def read_prompt(record: Record, columns: Sequence[str]) -> str | Messages:
         raise ValueError(f"column {columns[0]!r} has an <image>, which is not read: leave out such records")
     if isinstance(value, list):
         check_chat(value)
-        return without_gaps(plain(value))
+        return [{key: plain(part) for key, part in turn.items() if part is not None} for turn in value]
     text = " ".join([column_text(record, column) for column in columns])
     if not text:
         raise ValueError(f"column {columns[0]!r} is empty; fill in or remove this record")
@@ -78,7 +78,9 @@ def without_gaps(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return decimals as floats, and numbers that are not finite as None, also inside lists and objects."""
+    """Return decimals and numpy's numbers as Python's, those that are not finite as None, also in lists and objects."""
+    if hasattr(value, "tolist"):
+        value = float(str(value)) if isinstance(value, np.floating) else value.tolist()  # a float32's shortest decimal
     if isinstance(value, float | Decimal | WrittenNumber):
         number = float(value)
         return number if math.isfinite(number) else None

@@ -86,20 +86,14 @@ class FormatReward(Reward):
 
 @dataclass(frozen=True)
 class ExactMatch(Reward):
-    """1 if the text of the completion's answer (`extract_text`) is the gold answer, else 0; None without a gold one."""
+    """1 if the completion's answer is the gold one, a text exactly, a number within 1e-6, else 0; None without one."""
 
     ignore_case: bool = False
     compares_answers = True
 
-    def check_problems(self, problems: Sequence[Problem]) -> None:
-        for problem in problems:
-            if isinstance(problem.answer, Fraction) and problem.answer.denominator != 1:
-                what = f"the data may not write {problem.answer} so: set --data.answer_kind text"
-                raise RewardError(f"ExactMatch compares texts, and {what}")
-
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[bool | None]:
         fold = str.casefold if self.ignore_case else str
-        golds = [None if problem.answer is None else fold(str(problem.answer)) for problem in problems]
+        golds = [fold(p.answer) if isinstance(p.answer, str) else p.answer for p in problems]
         return [is_correct(fold(text), gold) for text, gold in zip(completions, golds, strict=True)]
 
 

@@ -6,9 +6,10 @@ import inspect
 import itertools
 import math
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -115,9 +116,23 @@ def reward_name(function: Callable[..., Any]) -> str:
 
 
 @cache
-def async_runner() -> tuple[ThreadPoolExecutor, asyncio.Runner]:
-    """A thread and the one event loop of all async rewards, so that a module's semaphores and clients stay usable."""
-    return ThreadPoolExecutor(1, "async rewards"), asyncio.Runner()
+def async_runner() -> asyncio.Runner:
+    """The one event loop of all async rewards, so that a module's semaphores and clients stay usable."""
+    return asyncio.Runner()
+
+
+def run_async(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine, run in a thread that does not keep the process from exiting."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(async_runner().run(coroutine))
+        except BaseException as error:  # a user's code may raise anything
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="async rewards", daemon=True).start()
+    return future.result()
 
 
 def finite_number(value: Any, giver: str) -> float:
@@ -151,10 +166,11 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
     try:
         values = function(**arguments)
         if inspect.iscoroutine(values):
-            thread, runner = async_runner()
-            values = thread.submit(runner.run, values).result()
-    except SystemExit as error:
+            values = run_async(values)
+    except (SystemExit, KeyboardInterrupt) as error:
         async_runner.cache_clear()  # the loop that was left still holds it
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise RewardError(f"{name} called sys.exit({error.code!r})") from error
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
@@ -174,30 +190,18 @@ def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: i
         return error
 
 
-def group_values(
-    function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
-) -> tuple[Result, Exception | None]:
-    """Do what `reward_values` does by one call for each group, in worker processes if there are any."""
+def call_parts(
+    function: Callable[..., Any], arguments: dict[str, Any], n: int, size: int, scoring: Scoring
+) -> list[Result | Exception]:
+    """Results of a function called once for every ``size`` of n completions, in worker processes if there are any."""
     calls = []
-    for start in range(0, n, group_size):
-        rows = slice(start, start + group_size)
+    for start in range(0, n, size):
+        rows = slice(start, start + size)
         inputs = {key: value[rows] if isinstance(value, list) else value for key, value in arguments.items()}
-        calls.append((function, inputs, group_size))
+        calls.append((function, inputs, size))
     if scoring.in_workers:
-        results = worker_pool(max(scoring.workers, 1)).map(call_reward, calls, scoring.timeout)
-    else:
-        results = [attempt_reward(*call) for call in calls]
-    first_error = next((result for result in results if isinstance(result, Exception)), None)
-    if first_error is not None and scoring.on_error == "raise":
-        is_late = isinstance(first_error, TimeoutError)
-        raise TimeoutError(f"reward {reward_name(function)} {first_error}") if is_late else first_error
-    whole = Result([math.nan] * n, {})
-    for start, result in zip(range(0, n, group_size), results, strict=True):
-        if isinstance(result, Result):
-            whole.values[start : start + group_size] = result.values
-            for key, column in result.logged.items():
-                whole.logged.setdefault(key, [None] * n)[start : start + group_size] = column
-    return whole, first_error
+        return worker_pool(max(scoring.workers, 1)).map(call_reward, calls, scoring.timeout)
+    return [attempt_reward(*call) for call in calls]
 
 
 def reward_values(
@@ -207,13 +211,21 @@ def reward_values(
 
     The function is called once for all groups; in workers, or after that call has failed, once for each group.
     """
-    if not scoring.in_workers:
-        try:
-            return call_reward(function, arguments, n), None
-        except Exception:  # a user's code may raise anything
-            if scoring.on_error == "raise":
-                raise
-    return group_values(function, arguments, n, group_size, scoring)
+    for size in [group_size] if scoring.in_workers else [n, group_size]:
+        results = call_parts(function, arguments, n, size, scoring)
+        error = next((result for result in results if isinstance(result, Exception)), None)
+        if error is None:
+            break
+        if scoring.on_error == "raise":
+            is_late = scoring.in_workers and isinstance(error, TimeoutError)  # otherwise it is the user's own
+            raise TimeoutError(f"reward {reward_name(function)} {error}") if is_late else error
+    whole = Result([math.nan] * n, {})
+    for start, result in zip(range(0, n, size), results, strict=True):
+        if isinstance(result, Result):
+            whole.values[start : start + size] = result.values
+            for key, column in result.logged.items():
+                whole.logged.setdefault(key, [None] * n)[start : start + size] = column
+    return whole, error
 
 
 def unique_name(name: str, taken: Collection[str]) -> str:
