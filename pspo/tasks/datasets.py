@@ -286,7 +286,7 @@ def read_split(data: DataSpec, source: Source, split: str, path: Path | None) ->
         held_out = validation_prompts(problems, source.train_size)
         problems = [each for each in problems if (prompt_words(each) in held_out) == (split == "validation")]
     if not problems:
-        raise ValueError(f"{place}: too few problems for a {split} split; add some, or change --data.holdout")
+        raise ValueError(f"{place}: too few prompts for a {split} split; change --data.holdout or --run.validate_every")
     return problems
 
 
