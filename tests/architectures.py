@@ -82,9 +82,8 @@ OUTCOMES = {outcome: names.split() for outcome, names in OUTCOMES.items()}
 def each(*outcomes: str, in_ci: Sequence[str]) -> pytest.MarkDecorator:
     """Runs a test with the name of each architecture of these outcomes, nightly but for those named."""
     names = [name for outcome in outcomes for name in OUTCOMES[outcome]]
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=() if name in in_ci else pytest.mark.nightly) for name in names]
-    )
+    cases = [pytest.param(name, marks=() if name in in_ci else pytest.mark.nightly) for name in names]
+    return pytest.mark.parametrize("name", cases)
 
 
 def tiny(name: str, seed: int = 0, **settings) -> PreTrainedModel:

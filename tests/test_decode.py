@@ -119,12 +119,8 @@ TOP_PS = [0.85, 1.0]
 def undisturbed(tiny_model):
     """What a model whose folder says nothing samples, by decoder and top_p."""
     args = tiny_model(), load_tokenizer(ModelConfig()), PROMPTS
-    return {
-        (decoder, top_p): completions(
-            seeded(5, *args, replace(SAMPLING, decoder=decoder, top_p=top_p), group_size=4)
-        )
-        for decoder in DECODERS for top_p in TOP_PS
-    }  # fmt: skip
+    samplings = [replace(SAMPLING, decoder=decoder, top_p=top_p) for decoder in DECODERS for top_p in TOP_PS]
+    return {(how.decoder, how.top_p): completions(seeded(5, *args, how, group_size=4)) for how in samplings}
 
 
 @pytest.mark.parametrize("name", HOSTILE)

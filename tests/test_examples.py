@@ -48,15 +48,14 @@ def test_trl_environment_plays_tools_and_sums_to_its_reward():
 
 
 @pytest.mark.nightly
-def test_reasoning_gym_trains(tmp_path, monkeypatch):
+def test_reasoning_gym_trains(here, monkeypatch):
     gym = pytest.importorskip("reasoning_gym")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["from_reasoning_gym.py", "chain_sum"])
     checked = runpy.run_path(str(EXAMPLES / "from_reasoning_gym.py"))["checked"]
     entry = gym.create_dataset("chain_sum", size=1, seed=0)[0]
     assert checked(["1 + 1\n#### " + entry["answer"], "#### none"], [entry, entry]) == [1.0, 0.0]
     runpy.run_path(str(EXAMPLES / "from_reasoning_gym.py"), run_name="__main__")
-    (run,) = (tmp_path / "runs").iterdir()
+    (run,) = (here / "runs").iterdir()
     assert json.loads((run / "summary.json").read_text())["optimizer_steps"] == 20
 
 

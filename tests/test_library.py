@@ -37,6 +37,10 @@ from pspo_lab.runs import read_runs
 
 SWITCHES = {"prompts": 4, "max_completion_tokens": 16}
 RUN = {"max_steps": 4, "validate_every": 0, "test_limit": 0}
+COMMAND = [  # the same
+    "--rollout.prompts=4", "--rollout.max_completion_tokens=16", "--data.limit=40", "--run.max_steps=4",
+    "--run.validate_every=0", "--run.test_limit=0",
+]  # fmt: skip
 
 
 def example(name: str, tmp_path: Path) -> dict:
@@ -68,10 +72,7 @@ def test_what_rewards_log_is_in_metrics_and_samples(here):
 
 def test_the_pages_loop_equals_the_command_bit_for_bit(tmp_path):
     policy = example("own_loop.py", tmp_path)["train"](config_of(seed=3))
-    switches = {f"--rollout.{name}": value for name, value in SWITCHES.items()}
-    switches |= {f"--run.{name}": value for name, value in RUN.items()}
-    switches |= {"--run.output_dir": tmp_path / "run", "--data.limit": 40}
-    main([*(f"{name}={value}" for name, value in switches.items()), "--run.seed=3"])
+    main([*COMMAND, "--run.seed=3", f"--run.output_dir={tmp_path}/run"])
     saved = load_file(tmp_path / "run/final/model.safetensors")
     ours = {name: tensor for name, tensor in policy.state_dict().items() if name in saved}
     assert ours.keys() == saved.keys()
@@ -92,15 +93,12 @@ def test_the_pages_step_equals_update(tmp_path, tiny_model):
 
 def test_a_call_is_configured_as_the_command():
     call = {"data": {"limit": 40}, "rollout": SWITCHES, "algorithm": Clip(epsilon=0.3), "run": RUN}
-    command = [*(f"--rollout.{k}={v}" for k, v in SWITCHES.items()), *(f"--run.{k}={v}" for k, v in RUN.items())]
-    command += ["--algorithm.surrogate=Clip", "--algorithm.surrogate.epsilon=0.3", "--data.limit=40"]
+    command = [*COMMAND, "--algorithm.surrogate=Clip", "--algorithm.surrogate.epsilon=0.3"]
     assert config_from_python(**call) == parse(TrainConfig, "pspo.train", command)
 
 
 def test_problems_and_functions_of_python(here, capsys):
-    problems = [
-        Problem(f"Tom has {n} pens and buys 5. How many now?", pspo.tasks.answers.Fraction(n + 5)) for n in range(9)
-    ]
+    problems = [Problem(f"Tom has {n} pens and buys 5. How many now?", Fraction(n + 5)) for n in range(9)]
     problems[0] = replace(problems[0], source="pens", solution="0 + 5 = 5")
     data = {"train": problems, "test": [{"prompt": "Ann has 3 pens.", "answer": 3}]}
     call = {"data": data, "rollout": SWITCHES, "reward": [FormatReward()]}
@@ -213,8 +211,7 @@ def test_wrong_settings_raise(here, call, message):
 
 
 @pytest.mark.parametrize(
-    ("package", "call"),
-    [("peft", {"model": {"lora": {"rank": 2}}}), ("wandb", {"run": {"tracker": "wandb"}})],
+    ("package", "call"), [("peft", {"model": {"lora": {"rank": 2}}}), ("wandb", {"run": {"tracker": "wandb"}})]
 )
 def test_a_missing_package_is_named_before_anything_is_written(here, monkeypatch, package, call):
     monkeypatch.setitem(sys.modules, package, None)
@@ -223,8 +220,10 @@ def test_a_missing_package_is_named_before_anything_is_written(here, monkeypatch
     assert not list(here.iterdir())
 
 
+VARIABLES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TRANSFORMERS_SDPA_FORCE_GQA")
+
+
 def process_state() -> dict[str, object]:
-    names = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TRANSFORMERS_SDPA_FORCE_GQA")
     return {
         "random": random.getstate(),
         "numpy": np.random.get_state()[1].tolist(),  # noqa: NPY002
@@ -233,7 +232,7 @@ def process_state() -> dict[str, object]:
         "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
         "fills": torch.utils.deterministic.fill_uninitialized_memory,
         "threads": torch.get_num_threads(),
-        "variables": [os.environ.get(name) for name in names],
+        "variables": [os.environ.get(name) for name in VARIABLES],
     }
 
 
@@ -247,9 +246,8 @@ def test_a_call_leaves_the_process_as_it_was(here, monkeypatch, request):
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    for name in ("OMP_NUM_THREADS", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+    for name in ("OMP_NUM_THREADS", *VARIABLES):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("TRANSFORMERS_SDPA_FORCE_GQA", raising=False)
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
     torch.manual_seed(1)

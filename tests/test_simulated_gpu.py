@@ -64,13 +64,12 @@ def raw_advantages(rewards, group_size, lengths):
 # ---------------------------------------------------------------- runs
 
 TINY = (
-    "--rollout.prompts=4", "--rollout.group_size=2", "--rollout.max_completion_tokens=12", "--data.limit=40",
-    "--run.max_steps=2", "--run.test_limit=0", "--run.validate_every=0", "--run.quiet",
-    "--optimizer.lr=1e-3", "--reward.functions=[test_simulated_gpu.spread_reward]",
+    f"--model.name_or_path={one_layer()}", "--rollout.prompts=4", "--rollout.group_size=2",
+    "--rollout.max_completion_tokens=12", "--data.limit=40", "--run.max_steps=2", "--run.test_limit=0",
+    "--run.validate_every=0", "--run.quiet", "--optimizer.lr=1e-3",
+    "--reward.functions=[test_simulated_gpu.spread_reward]",
 )  # fmt: skip
-SAME_DRAWS = (
-    "--rollout.top_k=1", "--model.autocast=none", "--algorithm.advantages=test_simulated_gpu.raw_advantages",
-)  # fmt: skip
+SAME_DRAWS = ("--rollout.top_k=1", "--model.autocast=none", "--algorithm.advantages=test_simulated_gpu.raw_advantages")
 SAMPLED = {  # whose draws are another generator's: they only run to their end
     "default": (),
     "pspo": ("--rollout.decoder=pspo",),
@@ -114,18 +113,13 @@ def run_on_gpu(*args: str | Path, cwd: Path) -> str:
 
 
 def train_on_gpu(folder: Path, *args: str) -> None:
-    model = f"--model.name_or_path={one_layer()}"
-    run_on_gpu("-m", "pspo.train", model, *TINY, f"--run.output_dir={folder}", *args, cwd=folder.parent)
+    run_on_gpu("-m", "pspo.train", *TINY, f"--run.output_dir={folder}", *args, cwd=folder.parent)
 
 
 def run_on_cpu(main: Callable[[Sequence[str]], None], *args: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         assert run_command(main, *args) == 0
-
-
-def train(folder: Path, *args: str) -> None:
-    run_on_cpu(main, f"--model.name_or_path={one_layer()}", *TINY, f"--run.output_dir={folder}", *args)
 
 
 def assert_good(run: Path) -> list[dict[str, float]]:
@@ -149,7 +143,7 @@ def test_runs_to_its_end(tmp_path, name):
 @pytest.mark.parametrize("name", COMPARED)
 def test_has_the_cpus_numbers(tmp_path, name):
     train_on_gpu(tmp_path / "gpu", *SAME_DRAWS, *COMPARED[name])
-    train(tmp_path / "cpu", *SAME_DRAWS, *COMPARED[name])
+    run_on_cpu(main, *TINY, f"--run.output_dir={tmp_path / 'cpu'}", *SAME_DRAWS, *COMPARED[name])
     tolerance = {"rel": 0.1, "abs": 0.02} if name == "bf16 autocast" else {"rel": 1e-4, "abs": 1e-5}
     runs = (assert_good(tmp_path / name) for name in ("gpu", "cpu"))
     for line, expected in zip(*runs, strict=True):
@@ -235,14 +229,12 @@ def check_biases() -> None:
     config = transformers.Qwen2Config(**shape, num_key_value_heads=2, vocab_size=len(tokenizer), initializer_range=0.2)
     policy = transformers.AutoModelForCausalLM.from_config(config).to("cuda").eval()
     sampling = make_sampling(policy, tokenizer, RolloutConfig(decoder="graphs"))
-    limited = replace(sampling, stop_ids=(), temperature=0.0, max_completion_tokens=12)
+    graphs = replace(sampling, stop_ids=(), temperature=0.0, max_completion_tokens=12)
     for _ in range(2):
         with autocast("bf16", policy.device):
-            drawn, expected = (
-                generate(policy, tokenizer, [[1, 2, 3]], replace(limited, decoder=decoder)).completion_ids
-                for decoder in ("graphs", "pspo")
-            )
-        assert torch.equal(drawn, expected)
+            drawn = generate(policy, tokenizer, [[1, 2, 3]], graphs)
+            expected = generate(policy, tokenizer, [[1, 2, 3]], replace(graphs, decoder="pspo"))
+        assert torch.equal(drawn.completion_ids, expected.completion_ids)
         with torch.no_grad():
             for name, parameter in policy.named_parameters():
                 if name.endswith("bias"):

@@ -192,9 +192,8 @@ def test_the_guides_lines_for_nemo_rl(monkeypatch, surrogate):
             assert data.keys() >= {"prev_logprobs", "advantages", "token_mask", "sample_mask"}
             return torch.tensor(torch.nan), {"loss": torch.nan, "approx_entropy": 1.0}
 
-    module = ModuleType("grpo")
+    module = SimpleNamespace(ClippedPGLossFn=ClippedPGLossFn)
     install(monkeypatch, "nemo_rl.algorithms", grpo=module)
-    module.ClippedPGLossFn = ClippedPGLossFn
     exec(guide_lines("nemo_rl").replace('"PSPO"', "surrogate"), {"surrogate": surrogate})
     logprobs, old, advantages, mask = random_batch([12, 1, 7, 9])
     column = torch.zeros(4, 1)
@@ -205,9 +204,8 @@ def test_the_guides_lines_for_nemo_rl(monkeypatch, surrogate):
         "sample_mask": torch.tensor([1, 1, 0, 1]),
     }
     tokens = torch.tensor(40)
-    loss, metrics = module.ClippedPGLossFn()(
-        next_token_logprobs=logprobs, data=data, global_valid_seqs=None, global_valid_toks=tokens
-    )
+    loss_of = module.ClippedPGLossFn()
+    loss, metrics = loss_of(next_token_logprobs=logprobs, data=data, global_valid_seqs=None, global_valid_toks=tokens)
     rows = [0, 1, 3]
     expected = surrogate(logprobs[rows], old[rows], advantages[rows], mask[rows]).sum() / 40
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)

@@ -6,18 +6,17 @@ import functools
 import gzip
 import json
 import re
-from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from batches import SURROGATES, random_batch
+from test_contracts import guide_lines
 from torch.nn.utils import parameters_to_vector
 
 from pspo.config import AlgorithmConfig, ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.losses import PSPO, TOPR, Clip, Counts, aggregate
-from pspo.model import load_policy, load_tokenizer
-from pspo.model.find import ASSETS
+from pspo.model import ASSETS, load_policy, load_tokenizer
 from pspo.rollout import Rollout
 from pspo.update import Learner, update
 from pspo_lab.report_command import main as report
@@ -38,9 +37,7 @@ def by_length(completion_ids, **_):
     return [float(len(ids) % 3) for ids in completion_ids]
 
 
-def make_trainer(
-    folder, surrogate="PSPO", model=None, accumulation=1, callbacks=(), reward_funcs=by_length, **arguments
-):
+def make_trainer(folder, surrogate="PSPO", model=None, accumulation=1, callbacks=None, rewards=by_length, **arguments):
     rows = len(PROMPTS) * GROUP
     defaults = {
         "output_dir": str(folder),
@@ -67,12 +64,12 @@ def make_trainer(
     kind = trl.GRPOTrainer if surrogate == "stock" else functools.partial(GRPOTrainer, surrogate=surrogate)
     return kind(
         model or load_policy(config, torch.device("cpu")),
-        reward_funcs,
+        rewards,
         trl.GRPOConfig(**defaults | arguments),
         prompts,
         prompts.take(2),
         processing_class=load_tokenizer(config),
-        callbacks=list(callbacks),
+        callbacks=callbacks,
     )
 
 
@@ -274,11 +271,10 @@ def test_a_record_changes_no_bit_and_its_weights_are_the_gradients(tmp_path, opt
         model.zero_grad()
         own = tokens[tokens["step"] == step]
         for inputs in record["inputs"]:
-            ids = [inputs["prompt_ids"], inputs["completion_ids"]], [inputs["prompt_mask"], inputs["completion_mask"]]
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
             width = inputs["completion_ids"].shape[1]
-            logprobs, *_ = trl.GRPOTrainer._get_per_token_logps_and_entropies(
-                trainer, model, *(torch.cat(parts, dim=1) for parts in ids), width
-            )
+            logprobs, *_ = trl.GRPOTrainer._get_per_token_logps_and_entropies(trainer, model, ids, mask, width)
             weights = torch.zeros(len(PROMPTS) * GROUP, width)
             weights[own["row"].to_numpy(), own["position"].to_numpy()] = torch.tensor(own["weight"].to_numpy())
             (weights[inputs["drawn"]] / len(own) * logprobs).sum().backward()
@@ -352,8 +348,8 @@ def test_a_recorded_run_is_read_as_one_of_pspo(tmp_path, monkeypatch, capsys):
     assert page["runs"][0]["curve"] is not None
 
 
-@pytest.mark.parametrize(("per_generation", "accumulation"), [(1, 2), (3, 2)])
-def test_a_record_of_rollouts_that_end_inside_a_step(tmp_path, per_generation, accumulation):
+@pytest.mark.parametrize("per_generation", [1, 3])
+def test_a_record_of_rollouts_that_end_inside_a_step(tmp_path, per_generation):
     """Each token of a recorded completion once; truncated ones that TRL masks, and rewards that are None, too."""
 
     def unknown(completion_ids, **_):
@@ -362,20 +358,12 @@ def test_a_record_of_rollouts_that_end_inside_a_step(tmp_path, per_generation, a
     run = tmp_path / "run"
     record = Record(run, groups=99)
     record.rollout.microbatches.append({})  # of a run that was interrupted
-    trainer = make_trainer(
-        tmp_path,
-        callbacks=[record],
-        reward_funcs=[by_length, unknown],
-        gradient_accumulation_steps=accumulation,
-        steps_per_generation=per_generation,
-        per_device_train_batch_size=GROUP,
-        num_iterations=1,
-        max_steps=3,
-        mask_truncated_completions=True,
-    )
+    options = {"accumulation": 2, "steps_per_generation": per_generation, "num_iterations": 1, "max_steps": 3}
+    options |= {"rewards": [by_length, unknown], "mask_truncated_completions": True}
+    trainer = make_trainer(tmp_path, callbacks=[record], **options)
     trainer.train()
     samples = lines_of(run / "samples.jsonl")
-    assert len(samples) == 3 * accumulation * GROUP
+    assert len(samples) == 3 * 2 * GROUP
     assert all(sample["rewards"] == {"by_length": sample["reward"], "unknown": None} for sample in samples)
     assert any(sample["truncated"] and sample["tokens"] == LIMIT for sample in samples)
     tokens = pd.read_parquet(run / "tokens.parquet")
@@ -408,15 +396,12 @@ def test_wrong_settings_are_refused_in_one_line(tmp_path, surrogate, arguments, 
 
 
 def test_the_lines_of_the_guide_make_a_trainer(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs/guide/bridge.md").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"```py\n(from datasets.*?)```", page, re.DOTALL)
     chats = [[{"role": "user", "content": text}] for text in PROMPTS]
     prompts = Dataset.from_dict({"prompt": chats, "solution": [""] * 2})
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: prompts)
     monkeypatch.setattr(GRPOTrainer, "train", lambda trainer: None)
-    names = {}
-    lines = lines.replace("Qwen/Qwen2.5-0.5B-Instruct", str(ASSETS / "tiny-base"))
-    exec(lines.replace("GRPOConfig(num", "GRPOConfig(use_cpu=True, bf16=False, num"), names)
+    lines = guide_lines("datasets").replace("Qwen/Qwen2.5-0.5B-Instruct", str(ASSETS / "tiny-base"))
+    exec(lines.replace("GRPOConfig(num", "GRPOConfig(use_cpu=True, bf16=False, num"), names := {})
     assert names["trainer"].surrogate == PSPO(0.1)
     assert any(isinstance(callback, Record) for callback in names["trainer"].callback_handler.callbacks)
 

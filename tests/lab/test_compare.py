@@ -53,37 +53,29 @@ def test_problems_are_paired(tmp_path, monkeypatch, capsys):
 
 def test_of_several_samples_a_problem_has_their_mean(tmp_path, capsys):
     counts = {"A": [0, 1, 2, 0, 0, 1, 3], "B": [2, 1, 3, 1, 2, 0, 3]}  # of 4
-    a, b = (
-        write_evaluation(
-            tmp_path / name, [record(i, sample, sample < correct[i], 0.6) for i in range(7) for sample in range(4)]
-        )
-        for name, correct in counts.items()
-    )
-    compare(a, b)
+    samples = [(i, sample) for i in range(7) for sample in range(4)]
+    for name, right in counts.items():
+        write_evaluation(tmp_path / name, [record(i, sample, sample < right[i], 0.6) for i, sample in samples])
+    compare(tmp_path / "A", tmp_path / "B")
     out = capsys.readouterr().out
     p = ttest_rel(counts["B"], counts["A"]).pvalue
     assert re.search(rf"^accuracy +25\.0% +42\.9% +17\.9% \[.*\] +{p:.2g} +- ", out, re.MULTILINE)
     assert re.findall("^(?:pass|maj)@.", out, re.MULTILINE) == ["pass@2", "pass@4", "maj@4"]  # @1 is accuracy
     assert re.search(r"^pass@4 +57\.1% +85\.7% +28\.6% \[.*\] +0\.62 +1 : 3 ", out, re.MULTILINE)
-    a_mean, b_mean = (
-        np.mean([1.0 if n > 2 else 0.5 if n == 2 else 0.0 for n in correct]) for correct in counts.values()
-    )
-    assert re.search(rf"^maj@4 +{100 * a_mean:.1f}% +{100 * b_mean:.1f}% ", out, re.MULTILINE)
+    a, b = (100 * np.mean([(n > 2) + 0.5 * (n == 2) for n in right]) for right in counts.values())
+    assert re.search(rf"^maj@4 +{a:.1f}% +{b:.1f}% ", out, re.MULTILINE)
 
 
 def test_the_gain_of_sapo_on_asdiv_over_seeds_and_problems(tmp_path, capsys):
     """The study's page had [13.2, 16.3], over five seeds alone; its referee resampled both by hand: [9.7, 19.8]."""
     answers = pd.read_parquet("results/smollm2/asdiv.parquet")
-    untrained = answers[answers["method"].isna()]["reward"].to_numpy()
+    before = [record(i, 0, bool(x)) for i, x in enumerate(answers[answers["method"].isna()]["reward"])]
     sapo = answers[answers["method"] == "SAPO"].pivot(index="seed", columns="problem", values="reward").to_numpy()
     for seed, right in enumerate(sapo):
         folder = write_evaluation(tmp_path / f"sapo/seed-{seed}", [], "summary.json")
         (folder / "config.yaml").write_text(f"run: {{seed: {seed}}}")
         append_jsonl(folder / "test-after.jsonl", *(record(i, 0, bool(value)) for i, value in enumerate(right)))
-    compare(
-        write_evaluation(tmp_path / "untrained", [record(i, 0, bool(x)) for i, x in enumerate(untrained)]),
-        folder.parent,
-    )
+    compare(write_evaluation(tmp_path / "untrained", before), folder.parent)
     out = capsys.readouterr().out
     assert re.search(r"^T = 0, 291 problems, 5 seeds ", out, re.MULTILINE)
     assert re.search(r"^accuracy +37\.1% +51\.9% +14\.8% \[9\.8, 19\.7\] ", out, re.MULTILINE)
@@ -93,13 +85,12 @@ def test_the_gain_of_sapo_on_asdiv_over_seeds_and_problems(tmp_path, capsys):
 
 
 def test_what_cannot_be_paired_is_refused(tmp_path, capsys):
-    a = write_evaluation(tmp_path / "a", [record(i, 0, False) for i in range(7)])
-    fewer = write_evaluation(tmp_path / "fewer", [record(i, 0, False) for i in range(6)])
+    records = [record(i, 0, False) for i in range(7)]
+    a = write_evaluation(tmp_path / "a", records)
+    fewer = write_evaluation(tmp_path / "fewer", records[:6])
     warmer = write_evaluation(tmp_path / "warmer", [record(i, 0, False, temperature=1.0) for i in range(7)])
     other = write_evaluation(tmp_path / "other", [record(i, 0, False, gold="1") for i in range(7)])
-    lacking = write_evaluation(
-        tmp_path / "lacking", [record(i, 0, False) for i in range(7)] + [record(0, j, False) for j in range(1, 8)]
-    )
+    lacking = write_evaluation(tmp_path / "lacking", records + [record(0, j, False) for j in range(1, 8)])
     for method in ("PSPO", "Clip"):
         folder = write_evaluation(tmp_path / f"mixed/{method}", [], "summary.json")
         surrogate = f"algorithm: {{surrogate: {{class_path: pspo.losses.{method}}}}}"

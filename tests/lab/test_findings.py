@@ -78,6 +78,5 @@ def test_advice_fits_the_run():
 
 
 def test_a_best_model_long_before_the_end_is_found():
-    assert [finding.text for finding in found({}, LATE)] == [
-        "the best model is step 20's (0.900); step 100's has 0.500"
-    ]
+    (finding,) = found({}, LATE)
+    assert finding.text == "the best model is step 20's (0.900); step 100's has 0.500"

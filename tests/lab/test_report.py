@@ -96,10 +96,9 @@ def report(tmp_path, capsys, monkeypatch):
 
     def run(*roots):
         main([*map(str, roots or ["~/runs"]), "--output_dir", "~/out"])
-        table = pd.read_csv(tmp_path / "out/table.csv")
-        cells = {
-            (task, *rest[:3]): rest[3:7] for task, *rest in table.astype(object).where(table.notna(), None).to_numpy()
-        }
+        table = pd.read_csv(tmp_path / "out/table.csv").astype(object)
+        lines = table.where(table.notna(), None).to_numpy().tolist()
+        cells = {tuple(line[:4]): line[4:8] for line in lines}
         return cells, (tmp_path / "out/report.md").read_text(), capsys.readouterr().err
 
     return run
@@ -400,9 +399,8 @@ def test_what_others_wrote_is_shown_and_does_nothing(make_run, make_evaluation, 
     shown = re.findall(r"[a-z]{3,}", " ".join(TEXT.split()))
     assert all(word in content for word in shown for content in (printed, files["report.md"]))
 
-    page = re.sub(
-        r"^(    .*|!\[[\w.+-]+\]\([\w.+-]+\.svg\))$", "", files["report.md"], flags=re.MULTILINE
-    )  # code, ours
+    code_or_picture = r"^(    .*|!\[[\w.+-]+\]\([\w.+-]+\.svg\))$"  # the latter ours
+    page = re.sub(code_or_picture, "", files["report.md"], flags=re.MULTILINE)
     assert "<" not in page
     assert "](" not in page.replace(r"\](", "")
     assert {line.split()[0] for line in page.splitlines() if line} <= {

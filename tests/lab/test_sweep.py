@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from processes import until
+from processes import run_command, until
 
 from pspo.cli.parse import parse
 from pspo.cli.values import to_yaml
@@ -85,11 +85,8 @@ def sweep_file(**experiment) -> None:
 
 def sweep(*args: str) -> int:
     """Exit code of a sweep of sweep.yaml in this process."""
-    try:
-        main(["--config", "sweep.yaml", *args])
-    except SystemExit as exit_:
-        return 1 if isinstance(exit_.code, str) else exit_.code
-    return 0
+    code = run_command(main, "--config", "sweep.yaml", *args)
+    return 1 if isinstance(code, str) else code
 
 
 def noted() -> list[dict]:

@@ -45,9 +45,8 @@ def runs(tmp_path_factory):
     copy = Path(shutil.copytree(folder / "seed-0", folder / "seed-1"))
     config = yaml.safe_load((copy / "config.yaml").read_text())
     (copy / "config.yaml").write_text(yaml.safe_dump(config | {"run": config["run"] | {"seed": 1}}, sort_keys=False))
-    halved = re.sub(
-        r'"reward": ([\d.]+)', lambda match: f'"reward": {float(match[1]) / 2}', (copy / "metrics.jsonl").read_text()
-    )
+    text = (copy / "metrics.jsonl").read_text()
+    halved = re.sub(r'"reward": ([\d.]+)', lambda match: f'"reward": {float(match[1]) / 2}', text)
     (copy / "metrics.jsonl").write_text(halved)
     return folder
 
@@ -200,8 +199,7 @@ def test_a_damaged_run_and_damaged_files_of_tokens_are_named_and_left_out(runs, 
     assert all(f"{file} is not what a run records" in printed for file in (damaged, mistyped))
 
 
-def test_a_page_imports_nothing_that_a_run_names(runs, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_page_imports_nothing_that_a_run_names(runs, here):
     shutil.copytree(runs / "seed-0", "run")
     config = yaml.safe_load(Path("run/config.yaml").read_text())
     config["algorithm"]["surrogate"] = {"class_path": "os.system", "init_args": {"command": "touch executed"}}

@@ -42,10 +42,6 @@ class Server(ThreadingHTTPServer):
         self.vllm, self.finish_reason, self.before = "0.32.0", "stop", lambda path: None
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
-    def stop(self) -> None:
-        self.shutdown()
-        self.server_close()
-
 
 class Routes(BaseHTTPRequestHandler):
     server: Server
@@ -98,7 +94,8 @@ def servers() -> Iterator[list[Server]]:
     both = [Server(), Server()]
     yield both
     for server in both:
-        server.stop()
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.fixture(scope="module")

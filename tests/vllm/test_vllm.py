@@ -6,11 +6,11 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from typing import NamedTuple
 
 import pytest
@@ -46,13 +46,8 @@ class VLLMServer:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "pspo", "serve", f"--port={self.port}", "--max_tokens=256"]
-        self.process = subprocess.Popen(
-            command,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        self.process = Popen(command, env=variables, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
 
     def is_ready(self) -> bool:
         assert self.process.poll() is None
@@ -123,8 +118,7 @@ def sampler_of(engine, policy, **changed) -> Served:
 
 @pytest.fixture(scope="module")
 def prompts():
-    tokenizer = load_tokenizer(ModelConfig())
-    return load_prompts(DataConfig(), tokenizer, "train", limit=24)
+    return load_prompts(DataConfig(), load_tokenizer(ModelConfig()), "train", limit=24)
 
 
 def logprob_errors(served, prompts):
