@@ -167,7 +167,7 @@ def shard(policy: nn.Module, autocast: torch.dtype | None) -> None:
         fully_shard(module, mp_policy=precision, reshard_after_forward=True)
         module.set_gradient_divide_factor(1.0)  # a sum, not a mean
         module.set_force_sum_reduction_for_comms(True)  # gloo divides otherwise
-    policy.call_with_weights = operator.call  # calls a function without arguments
+    policy.call_with_weights = operator.call  # calls a function
     register_fsdp_forward_method(policy, "call_with_weights")  # FSDP gathers weights for it, as for `forward`
 
 

@@ -48,6 +48,7 @@ def save_at_end(run: Any) -> Iterator[None]:
             print(f"\nstopped; {checkpointer.describe_newest()}", file=sys.stderr)
         raise
     except EngineError as error:
+        checkpointer.save_interrupted()
         raise RunFailed(f"the engine failed: {error}; {checkpointer.describe_newest()}") from error
     except UserCodeFailed as error:
         checkpointer.save_interrupted()

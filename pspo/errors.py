@@ -7,7 +7,7 @@
 | second one; in an evaluation the first | KeyboardInterrupt; Stopped | nothing more | stopped; how to go on | 130 |
 | a reward, environment, advantage, callback or draw raises | UserCodeFailed | the snapshot | frames; how to go on | 1 |
 | a surrogate or term raises, or returns no loss of every token | UserCodeFailed | nothing more | the same | 1 |
-| an engine fails | EngineError, then RunFailed | nothing more | its line; how to go on | 1 |
+| an engine fails | EngineError, then RunFailed | the snapshot | its line; how to go on | 1 |
 | ten skipped steps in a row, weights not finite, a full disk | RunFailed | nothing more | the cause and a fix | 1 |
 | a wrong switch, file or model, before the first rollout | ValueError, OSError | nothing | one line, with the fix | 2 |
 | out of memory, with the fewest rows and tokens, too | RuntimeError | nothing more | switches to lower | 1 |

@@ -207,7 +207,7 @@ OTHER = ("--algorithm.surrogate=Clip", "--optimizer.lr=2e-4", "--run.max_steps=8
 
 @pytest.mark.parametrize(
     ("switches", "steps"),
-    [(["--optimizer.options={weight_decay: 0.1}"], {8}), (["--optimizer.name=sgd"], set())],
+    [(["--optimizer.options={weight_decay: 0.1}", "--model.dtype=float32"], {8}), (["--optimizer.name=sgd"], set())],
     ids=str,
 )
 def test_each_part_of_a_fork_loads_what_fits_it(cut_off, switches, steps):
@@ -219,6 +219,13 @@ def test_each_part_of_a_fork_loads_what_fits_it(cut_off, switches, steps):
     assert saved["stream"]["position"] == 6  # a new order, of which one rollout waits
     moments = saved["learner"]["optimizer"]["state"]
     assert {int(state["step"]) for state in moments.values()} == steps  # moments that do not fit begin anew
+
+
+def test_a_fork_at_another_learning_rate_trains_on_the_rollouts_that_wait(whole_with):
+    parent = whole_with("--rollout.lag=1")
+    from_4 = f"--run.fork_from={parent}/checkpoints/step-000004"
+    assert train("fork", "--rollout.lag=1", from_4, "--optimizer.lr=1e-5") == 0
+    assert metric_lines(Path("fork"))[0]["reward"] == metric_lines(parent, after=4)[0]["reward"]
 
 
 def test_a_fork_begins_with_a_rollout_of_its_own_and_its_own_limit_of_memory(here):

@@ -130,6 +130,8 @@ def test_updates_are_on_policy_at_first_and_not_those_that_ignore_the_nucleus(po
     assert metrics[0]["corrected_share"] == 0
     with pytest.raises(ValueError, match=r"--algorithm\.nucleus replay needs nuclei"):
         steps(policy, bare, replay(surrogate))
+    with pytest.raises(ValueError, match="ignore none"):
+        steps(policy, rollout, replay(surrogate, nucleus="ignore"))
 
 
 def test_log_probs_that_are_kept_before_the_steps_are_renormalised_too(policy, rollout):

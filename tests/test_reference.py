@@ -1,6 +1,7 @@
 """The reference model: any model of the vocabulary, the policy of some rollouts ago, and a teacher without rewards."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,21 +23,21 @@ LENGTH = "--reward.functions=[test_reference.length]"
 
 def likely_by_the_reference(rewards, group_size, reference, reference_logprobs):
     CALLS.append((type(reference).__name__, reference_logprobs))
-    return reference_logprobs
+    return reference_logprobs * (torch.arange(len(rewards)) >= group_size)[:, None]  # the first group has no signal
 
 
-def test_the_reference_and_its_logprobs_reach_advantages():
-    """A named model without a KL penalty, here of a policy with adapters."""
-    CALLS.clear()
+@pytest.mark.parametrize("switches", [{"mask_truncated": True}, {"minibatches": 2}], ids=str)
+def test_the_reference_and_its_logprobs_reach_advantages(switches):
+    """A named model without a KL penalty, here of a policy with adapters; of cut rows, too, and of one group alone."""
     rollouts = []
     pspo.train(
         {"name_or_path": "tiny-base", "lora": {"rank": 2}},
-        algorithm={"reference": "tiny-math", "advantages": likely_by_the_reference},
-        rollout={"prompts": 2, "max_completion_tokens": 8, "temperature": 0.7},
+        algorithm={"reference": "tiny-math", "advantages": likely_by_the_reference} | switches,
+        rollout={"prompts": 2, "max_completion_tokens": 8, "temperature": 0.7, "resample": 1},
         run={"max_steps": 2, "validate_every": 0, "test_limit": 0, "output_dir": "out"},
         on_rollout=lambda experience, steps: rollouts.append(experience.rollout),
     )
-    ((kind, logprobs),) = CALLS
+    kind, logprobs = CALLS[-1]
     assert kind == "Qwen2ForCausalLM"
     expected = oracle.batch_logprobs(load_policy(ModelConfig("tiny-math")), rollouts[0].token_ids, 0.7)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=2e-5)
@@ -55,11 +56,17 @@ def kl_by_rollout(*args: str) -> list[float]:
 def test_the_policy_becomes_the_reference(every, adapters):
     values = kl_by_rollout("--algorithm.beta=0.1", f"--algorithm.reference_every={every}", *adapters, LENGTH)
     assert [value == 0 for value in values] == [i % every == 0 for i in range(6)]
+    Path("out").rename("parent")
+    fork = ("--run.fork_from=parent", "--algorithm.beta=0.2", "--run.max_steps=7")
+    assert kl_by_rollout(f"--algorithm.reference_every={every}", *adapters, LENGTH, *fork) == [0]
 
 
 def test_distillation_without_a_reward(capfd):
     """The teacher's KL falls; the estimator whose gradient is another divergence's is warned of."""
-    args = ("--algorithm.reference=tiny-math", "--algorithm.beta=1", "--reward.functions=[]", "--rollout.prompts=8")
+    shutil.copytree(ASSETS / "tiny-math", "teacher")
+    file = Path("teacher/tokenizer_config.json")
+    file.write_text(file.read_text().replace('"chat_template"', '"no_template"'))  # a teacher needs none
+    args = ("--algorithm.reference=./teacher", "--algorithm.beta=1", "--reward.functions=[]", "--rollout.prompts=8")
     validated = ("--run.validate_every=6", "--run.validation_limit=2")
     values = kl_by_rollout(*args, "--algorithm.kl_estimator=k2", "--run.max_steps=12", *validated)
     assert sum(values[-3:]) < 0.8 * sum(values[:3])

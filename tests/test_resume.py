@@ -246,6 +246,7 @@ DRAWING = {  # what is being drawn at the signal: by what call of a function, th
     "validation": (Validator, "validate", 2, (), ["step-000004", "step-000002"]),
     "last test": (Validator, "test", 2, TESTED, ["step-000006", "step-000004"]),
     "test of the best": (Validator, "test", 3, (*MODES["lora"], *TESTED), ["step-000006", "step-000004"]),
+    "rollout of an engine": (Now, "next", 2, ("--rollout.engine=engines.Copy",), ["step-000002"]),
     "lag fills": (Now, "next", 2, MODES["lag"], []),
     "resampled": (PolicySampler, "draw", 6, (*MODES["resampled"], "--reward.functions=[MathReward]"), []),
 }  # fmt: skip

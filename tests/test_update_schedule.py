@@ -127,15 +127,8 @@ def test_a_step_that_raises_leaves_nothing_to_the_next_one(policy, monkeypatch):
     config = make_config(epochs=1, optimizer={"lr": 3e-3})
     expected, _ = run(policy, rollout, advantages, config)
     learner = make_learner(policy, config)
-    backward, calls = update_step.backward, []
-
-    def fails_once(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise ValueError("once")
-        return backward(*args)
-
-    monkeypatch.setattr(update_step, "backward", fails_once)
+    effects = [mock.DEFAULT, ValueError("once"), *[mock.DEFAULT] * 9]
+    monkeypatch.setattr(update_step, "backward", mock.Mock(wraps=update_step.backward, side_effect=effects))
     with pytest.raises(ValueError, match="once"):
         update(learner, rollout, advantages, config)
     update(learner, rollout, advantages, config)
@@ -145,8 +138,8 @@ def test_a_step_that_raises_leaves_nothing_to_the_next_one(policy, monkeypatch):
 def fails_above(function, rows: int, calls: list[int]):
     """A pass that works, gradient and all, and only then finds no memory, where its batch has more rows."""
 
-    def wrapper(first, batch, *args):
-        result = function(first, batch, *args)
+    def wrapper(first, batch, *args, **named):
+        result = function(first, batch, *args, **named)
         calls.append(len(batch.rollout))
         if calls[-1] > rows:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -72,7 +72,8 @@ class EngineSampler:
         if how.model is not None:
             return self.by_model.draw(prompts, group_size, how)
         self.begin(prompts, group_size, how)
-        return self.complete()
+        with self.by_model.signals.drawing():  # not in `begin`, where ranks gather weights together
+            return self.complete()
 
     def begin(self, prompts: Prompts, group_size: int, how: How) -> None:
         """Begin to draw, with the weights as they are now; `complete` returns the rollout."""

@@ -52,14 +52,8 @@ class PolicySampler:
     memory: Generators | None = None  # stores how many rows fit once memory has run out
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
-        with random_numbers(how.generators), autocast(self.autocast_mode, how.model.device):
-            self.signals.is_drawing = True
-            try:
-                if self.signals.error is not None:
-                    raise self.signals.error
-                return generate(how.model, self.tokenizer, prompts.ids, how.sampling, group_size, self.memory)
-            finally:
-                self.signals.is_drawing = False
+        with random_numbers(how.generators), autocast(self.autocast_mode, how.model.device), self.signals.drawing():
+            return generate(how.model, self.tokenizer, prompts.ids, how.sampling, group_size, self.memory)
 
 
 @torch.no_grad()
@@ -94,18 +88,12 @@ def generate(
         if at_a_time * group_size == 1 or not is_out_of_memory(error):
             raise
     parts.clear()  # outside the except block, whose error holds the tensors of the failed pass
-    sampling = halve_rows(sampling, at_a_time * group_size, memory)
-    set_torch_states(states, model.device)
-    return generate(model, tokenizer, prompts, sampling, group_size, memory)
-
-
-def halve_rows(sampling: Sampling, rows: int, memory: Generators | None) -> Sampling:
-    """Sampling by half as many rows at a time as ran out of memory; ``memory`` keeps the limit for later draws."""
-    rows //= 2
+    max_rows = at_a_time * group_size // 2
     if memory is not None:
-        memory.max_rows = rows
-    warnings.warn(f"out of memory: drawing as with --rollout.max_rows {rows}", stacklevel=1)
-    return replace(sampling, max_rows=rows)
+        memory.max_rows = max_rows
+    warnings.warn(f"out of memory: drawing as with --rollout.max_rows {max_rows}", stacklevel=1)
+    set_torch_states(states, model.device)
+    return generate(model, tokenizer, prompts, replace(sampling, max_rows=max_rows), group_size, memory)
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> Padded:

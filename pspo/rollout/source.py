@@ -115,11 +115,12 @@ class Now:
         config = self.config
         prompts = self.stream.prompts.take(experience.prompt_indices)
         problems = [problem for problem in prompts.problems for _ in range(config.rollout.group_size)]
-        ones = torch.ones(len(problems))
+        every = torch.ones_like(experience.rollout.terminated)  # --algorithm.mask_truncated leaves out no row here
+        rollout = replace(experience.rollout, terminated=every)
         with self.learner.reference_model() as reference:
             computed = {}
             if reference is not None:
-                logprobs = partial(self.logprobs, experience.rollout, ones, reference)
+                logprobs = partial(self.logprobs, rollout, every, reference)
                 computed = {"reference": lambda: reference, "reference_logprobs": logprobs}
             settings = (config.algorithm.advantages, config.rollout.group_size, problems, config.reward.weights)
             return estimate_advantages(experience, *settings, computed)
@@ -197,8 +198,9 @@ class Lagged(Now):
 
     def fork_state(self, state: dict[str, Any], changes: dict[str, tuple[Any, Any]]) -> dict[str, Any] | None:
         """The parent run's rollouts; None if a change of the configuration may ask for different rollouts."""
-        harmless = switches_with("free") | switches_with("may grow") | {"run.fork_from"}
-        return None if changes.keys() - harmless else state
+        free = switches_with("free")
+        is_harmless = all(switch in free or switch.startswith(("optimizer.", "run.")) for switch in changes)
+        return state if is_harmless else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.waiting = deque(state["waiting"])

@@ -1,7 +1,9 @@
 """Assign the rows of a rollout to optimizer steps and microbatches; halve microbatches when memory runs out."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +18,8 @@ from pspo.model.device import MICROBATCH_TOKENS
 from pspo.rollout.types import Batch, Rollout, trained_rows, without_truncated
 from pspo.update.learner import Learner
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Minibatch:
@@ -29,8 +33,8 @@ def make_batch(rollout: Rollout, advantages: Tensor, config: TrainConfig) -> Bat
     """All rows of a rollout as the loss sees them; raises ValueError if the rollout lacks what the algorithm needs."""
     if config.correction != "none" and rollout.sampler_logprobs is None:
         raise ValueError("--algorithm.correction needs the sampler's log-probs: sample with Sampling(logprobs=True)")
-    if config.algorithm.nucleus == "replay" and rollout.nucleus is None:
-        raise ValueError("--algorithm.nucleus replay needs nuclei: make_sampling(..., algorithm=config.algorithm)")
+    if (config.algorithm.nucleus == "replay") != (rollout.nucleus is not None):
+        raise ValueError("--algorithm.nucleus replay needs nuclei, ignore none: make_sampling(..., algorithm=...)")
     if config.algorithm.mask_truncated:
         rollout = without_truncated(rollout)
     return Batch(rollout, advantages.cpu().reshape(len(rollout.texts), -1))
@@ -52,7 +56,7 @@ def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuff
     if shuffled:
         groups = groups[np.random.default_rng((config.run.seed, dist.rank(), learner.steps)).permutation(len(groups))]
     minibatches = []
-    for part in groups.tensor_split(algorithm.minibatches):
+    for part in groups.tensor_split(min(algorithm.minibatches, len(groups))):  # resampling draws a few groups alone
         trained = [group[has_gradient[group]].tolist() for group in part]
         trained = sorted(filter(None, trained), key=lambda rows: -max(lengths[row] for row in rows))
         trained = trained or [[int(part[0, 0])]]  # a row of gradient 0: AdamW would skip its update without rows
@@ -90,6 +94,19 @@ def padded_tokens(learner: Learner, batch: Batch, rows: list[int], config: Train
     prompt_lengths, completion_lengths = batch.lengths
     prompts = len({row // config.rollout.group_size for row in rows}) if learner.shares_prompts else len(rows)
     return prompts * max(prompt_lengths[row] for row in rows) + len(rows) * max(completion_lengths[row] for row in rows)
+
+
+def run_microbatches(
+    learner: Learner, batch: Batch, minibatch: Minibatch, config: TrainConfig, run: Callable[[Batch], T]
+) -> list[T]:
+    """Results of ``run`` for a minibatch's microbatches; if memory runs out, all run again, half as large."""
+    while True:
+        learner.optimizer.zero_grad()  # gradients left by a step that raised, or by passes that ran out of memory
+        microbatches = split_microbatches(learner, batch, minibatch, config)
+        try:
+            return [run(part) for part in microbatches]
+        except RuntimeError as error:
+            halve_microbatches(learner, batch, microbatches, config, error)
 
 
 def halve_microbatches(

@@ -19,10 +19,9 @@ from pspo.model import (
     default_microbatch_tokens,
     has_adapters,
     load_policy,
-    load_tokenizer,
     shares_prompts,
 )
-from pspo.model.find import load_model_config
+from pspo.model.find import load_model_config, load_pretrained, resolve_adapters
 from pspo.update.optimizers import make_optimizer, make_scheduler
 from pspo.update.tokens import TokenRecord
 
@@ -86,10 +85,11 @@ class Learner:
             raise ValueError(f"the parent's adapters have --model.lora.alpha {alpha[0]:g}: fork with the same")
         old_options, options = changes.get("optimizer.options", ({}, {}))
         is_amsgrad_same = bool(old_options.get("amsgrad")) == bool(options.get("amsgrad"))
-        has_same_moments = is_amsgrad_same and not changes.keys() & {"optimizer.name", "model.dtype"}
+        is_same_kind = state["optimizer"].keys() == self.optimizer.state_dict().keys()  # differs for bfloat16 weights
+        has_same_moments = is_amsgrad_same and is_same_kind and "optimizer.name" not in changes
         moments = state["optimizer"] if has_same_moments else None
-        has_other_reference = any(switch.startswith(("algorithm.reference", "algorithm.beta")) for switch in changes)
-        rollouts = 0 if has_other_reference else state["reference_rollouts"]
+        has_other_reference = changes.keys() & {"algorithm.reference", "algorithm.reference_every"}
+        rollouts = 0 if has_other_reference or self.reference is None else state["reference_rollouts"]
         own = {"microbatch_tokens": self.microbatch_tokens, "reference_rollouts": rollouts}
         return state | own | {"optimizer": moments}
 
@@ -122,31 +122,28 @@ def check_reference(config: TrainConfig, tokenizer: transformers.PreTrainedToken
     if name is None:
         return
     try:
-        vocabulary = load_tokenizer(reference_config(config), config.data).get_vocab()
+        reference = resolve_adapters(reference_config(config))
+        vocabulary = load_pretrained(transformers.AutoTokenizer, reference).get_vocab()
     except ValueError as error:
         raise ValueError(f"--algorithm.reference {name}: {error}") from error
     if vocabulary != tokenizer.get_vocab():
         raise ValueError(f"--algorithm.reference {name} has another vocabulary than {config.model.name_or_path}")
 
 
-def load_reference(
-    config: TrainConfig, policy: transformers.PreTrainedModel, device: torch.device
-) -> transformers.PreTrainedModel | StartingAdapters | None:
-    """The reference model, frozen: --algorithm.reference, or the initial model if beta is above 0, or None."""
-    if config.algorithm.reference is not None:
-        return load_policy(reference_config(config), device, config.distributed).requires_grad_(False)
-    if config.algorithm.beta == 0:
-        return None
-    if has_adapters(policy):
-        return StartingAdapters(policy)  # no second copy of the model
-    return load_policy(config.model, device, config.distributed).requires_grad_(False)
-
-
 def make_learner(config: TrainConfig, device: torch.device) -> Learner:
-    """Load the policy and, if needed, the reference model; make the optimizer and its schedule."""
+    """Load the policy; make the optimizer and its schedule.
+
+    Load the reference model, frozen: --algorithm.reference, or the initial model if beta is above 0.
+    """
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # a skipped first step is no mistake
     policy = load_policy(config.model, device, config.distributed)
-    reference = load_reference(config, policy, device)
+    reference = None
+    if config.algorithm.reference is not None:
+        reference = load_policy(reference_config(config), device, config.distributed).requires_grad_(False)
+    elif config.algorithm.beta > 0 and has_adapters(policy):
+        reference = StartingAdapters(policy)  # no second copy of the model
+    elif config.algorithm.beta > 0:
+        reference = load_policy(config.model, device, config.distributed).requires_grad_(False)
     optimizer = make_optimizer(policy, config.optimizer)
     scheduler = make_scheduler(optimizer, config.optimizer, config.run.max_steps)
     tokens = config.optimizer.microbatch_tokens

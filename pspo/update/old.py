@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from pspo.config import TrainConfig
 from pspo.model import autocast, to_device
 from pspo.rollout.types import Batch, Rollout
-from pspo.update.batching import Minibatch, halve_microbatches, make_batch, split_microbatches, split_minibatches
+from pspo.update.batching import Minibatch, make_batch, run_microbatches, split_minibatches
 from pspo.update.learner import Learner
 
 
@@ -41,12 +41,6 @@ def drawn_logprobs(
     return compute_logprobs(learner, batch, minibatches, model, config).cpu()
 
 
-def reference_logprobs(learner: Learner, batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> Tensor:
-    """(B, T) log-probs of a rollout by the reference model."""
-    with learner.reference_model() as reference:
-        return compute_logprobs(learner, batch, minibatches, reference, config)
-
-
 def fillers(batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> list[Minibatch]:
     """Under --algorithm.shuffle, a minibatch of the rows that the first epoch skips, but a later one may visit."""
     if not config.algorithm.shuffle:
@@ -62,21 +56,13 @@ def compute_logprobs(
     """(B, T) log-probs by ``model`` of the minibatches' rows, without gradient; 0 in all other rows."""
     shape = batch.rollout.completion_ids.shape
     logprobs = torch.zeros(shape, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
+
+    def write(part: Batch) -> None:
+        with autocast(config.model.autocast, model.device):
+            values = part.rollout.logprobs(model, config.rollout.temperature)
+        if part.rollout.completion_mask.any():  # otherwise `fill_up` has added another's row
+            logprobs[to_device(part.indices, model.device), : values.shape[1]] = values.to(logprobs)
+
     for minibatch in minibatches:
-        while True:
-            microbatches = split_microbatches(learner, batch, minibatch, config)
-            try:
-                for part in microbatches:
-                    with autocast(config.model.autocast, model.device):
-                        values = part.rollout.logprobs(model, config.rollout.temperature)
-                    write_rows(logprobs, part.indices, part.rollout.completion_mask, values)
-                break
-            except RuntimeError as error:
-                halve_microbatches(learner, batch, microbatches, config, error)
+        run_microbatches(learner, batch, minibatch, config, write)
     return logprobs
-
-
-def write_rows(logprobs: Tensor, rows: Tensor, mask: Tensor, values: Tensor) -> None:
-    """Write values (b, t) into ``rows`` (b,) of log-probs (B, T); without an unmasked token the row is another's."""
-    if mask.any():
-        logprobs[to_device(rows, logprobs.device), : values.shape[1]] = values.to(logprobs)

@@ -10,7 +10,7 @@ from processes import before, one_layer
 
 import pspo.train
 from pspo.config import ModelConfig
-from pspo.files import read_jsonl
+from pspo.files import checkpoints, read_jsonl
 from pspo.model import load_policy, token_logprobs
 from pspo.rollout.engine import EngineError
 from pspo.run.checkpointer import load_states
@@ -54,6 +54,8 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(capsys):
     assert stream["position"] == 12  # the four it did not complete are drawn again
     assert train("out", *args, "--run.max_steps=8") == 1
     assert "the engine failed: its process has died" in capsys.readouterr().err
+    assert train("on-time", *args, "--rollout.lag=0") == 1
+    assert checkpoints(Path("on-time"))[0].name == "step-000004"
 
 
 def test_an_answer_that_nobody_awaits_hides_no_death():
