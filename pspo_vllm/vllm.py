@@ -7,11 +7,13 @@ processors and nucleus, like the log-probs of `pspo.rollout.decode`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import re
 import subprocess
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
@@ -79,11 +81,15 @@ class VLLM:
         """Give the engine the policy's weights, with adapters merged, unless it has this version."""
         if version == self.version:
             return
-        self.send("push")
-        for name, tensor in weights_of_files(policy):
-            self.send(safetensors.torch.save({name: tensor.cpu().contiguous()}))
-        self.send(None)
-        self.receive()
+        weights = weights_of_files(policy)
+        try:
+            self.send("push")
+            for name, tensor in weights:
+                self.send(safetensors.torch.save({name: tensor.cpu().contiguous()}))
+            self.send(None)
+            self.receive()
+        finally:
+            deque(weights, maxlen=0)  # after a failure, too: under fsdp2 all ranks gather all weights
         self.version = version
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
@@ -198,31 +204,35 @@ def pad_rows(rows: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 def serve(connection: Connection) -> None:
-    """Answer `VLLM` until the trainer is gone."""
+    """Answer `VLLM` until the trainer is gone, by an EngineError where vLLM raises."""
     options, device = connection.recv()
     set_environment(device)
-    try:
-        from vllm import LLM
-
-        from pspo_vllm.plugin import return_logprobs_at_temperature
-
-        return_logprobs_at_temperature()
-        llm = LLM(**options)
-        runner = llm.llm_engine.model_executor.driver_worker.model_runner
-        connection.send("ready")
+    llm = request = None
+    files: Iterator[bytes] = iter(())  # of a push
+    with contextlib.suppress(EOFError, OSError):  # the trainer has ended
         while True:
+            answer: Any = None
+            try:
+                if llm is None:
+                    from vllm import LLM
+
+                    from pspo_vllm.plugin import return_logprobs_at_temperature
+
+                    return_logprobs_at_temperature()
+                    llm = LLM(**options)
+                elif request == "push":
+                    files = iter(connection.recv, None)
+                    weights = (safetensors.torch.load(file).items() for file in files)
+                    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+                    runner.reload_weights(weights_iterator=chain.from_iterable(weights))
+                    llm.reset_prefix_cache()
+                else:
+                    answer = draw(llm, *request)
+            except Exception as error:  # the trainer reports whatever vLLM raises
+                answer = EngineError(" ".join(str(error).split()) or type(error).__name__)
+                deque(files, maxlen=0)
+            connection.send(answer)
             request = connection.recv()
-            if request == "push":
-                weights = (safetensors.torch.load(file).items() for file in iter(connection.recv, None))
-                runner.reload_weights(weights_iterator=chain.from_iterable(weights))
-                llm.reset_prefix_cache()
-                connection.send("pushed")
-            else:
-                connection.send(draw(llm, *request))
-    except EOFError:  # the trainer has ended
-        return
-    except Exception as error:  # the trainer reports whatever vLLM raises
-        connection.send(EngineError(" ".join(str(error).split()) or type(error).__name__))
 
 
 def set_environment(device: torch.device) -> None:
@@ -244,11 +254,12 @@ def draw(llm: Any, prompts: list[list[int]], params: list[dict[str, Any]]) -> li
     """Draw completions, a prompt's next to each other; RuntimeError if a prompt leaves no room for max_tokens."""
     from vllm import SamplingParams
 
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
-        [SamplingParams(**values) for values in params],
-        use_tqdm=False,
-    )
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    try:
+        outputs = llm.generate(requests, [SamplingParams(**values) for values in params], use_tqdm=False)
+    except Exception:  # the next call would complete what is left of these requests, too
+        llm.llm_engine.abort_request([*llm.llm_engine.output_processor.external_req_ids])
+        raise
     limit = params[0]["max_tokens"]
     rows = []
     for output in outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -71,10 +72,8 @@ def token_logprobs(
     hidden = hidden_states(model, rows, shares_prompts(model))
     targets = Targets(rows.completion_ids[mask], nucleus_ids)
     chunks = row_chunks(model, mask)
-    parts = []
-    for _, tokens in chunks:
-        inputs = (model, hidden[tokens], targets.select(tokens), temperature)
-        parts.append(head_logprobs(*inputs, recompute=len(chunks) > 1))
+    head = head_logprobs if len(chunks) == 1 else recomputed_logprobs
+    parts = [head(model, hidden[tokens], targets.select(tokens), temperature) for _, tokens in chunks]
     logprobs, entropies = (unflatten(torch.cat(values), mask) for values in zip(*parts, strict=True))
     return (logprobs, entropies) if with_entropies else logprobs
 
@@ -114,14 +113,12 @@ def row_chunks(model: PreTrainedModel, mask: Tensor) -> list[tuple[slice, slice]
     return [(slice(a, b), slice(ends[a], ends[b])) for a, b in pairwise([*starts, len(lengths)])]
 
 
-def head_logprobs(
-    model: PreTrainedModel, hidden: Tensor, targets: Targets, temperature: float, recompute: bool = False
-) -> tuple[Tensor, Tensor]:
+def head_logprobs(model: PreTrainedModel, hidden: Tensor, targets: Targets, temperature: float) -> Sequence[Tensor]:
     """Log-probs and entropies of n targets from last hidden states (n, H): (n,) each, float32 or wider, with gradient.
 
-    With ``recompute``, or if n is above `chunk_tokens`, logits are computed in pieces, and again in the backward pass.
+    If n is above `chunk_tokens`, logits are computed in pieces, and again in the backward pass.
     """
-    if recompute or len(hidden) > chunk_tokens(model):
+    if len(hidden) > chunk_tokens(model):
         return recomputed_logprobs(model, hidden, targets, temperature)
     logits = head_logits(model, hidden, temperature)
     if targets.nucleus is not None:

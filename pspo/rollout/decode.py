@@ -180,14 +180,11 @@ def generate_by_library(
         pad_token_id=sampling.pad_id,
     )
     hidden_config = model.generation_config
-    training = model.training
     model.generation_config = GenerationConfig()  # unset fields would be filled from the model's
-    model.eval()  # a KV cache needs it
     try:
         rows = model.generate(
             prompt_ids, attention_mask=prompt_mask, generation_config=config, stopping_criteria=criteria
         )
     finally:
-        model.train(training)
         model.generation_config = hidden_config
     return Completions(rows[:, width:])

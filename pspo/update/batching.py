@@ -104,7 +104,7 @@ def run_microbatches(
         learner.optimizer.zero_grad()  # gradients left by a step that raised, or by passes that ran out of memory
         microbatches = split_microbatches(learner, batch, minibatch, config)
         try:
-            return [run(part) for part in microbatches]
+            return [*map(run, microbatches)]
         except RuntimeError as error:
             halve_microbatches(learner, batch, microbatches, config, error)
 

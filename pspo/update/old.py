@@ -23,14 +23,6 @@ from pspo.update.batching import Minibatch, make_batch, run_microbatches, split_
 from pspo.update.learner import Learner
 
 
-def old_logprobs(learner: Learner, batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> Tensor:
-    """(B, T) old log-probs before a rollout's first step; 0 in rows for which that step's own pass computes them."""
-    if batch.rollout.behaviour_logprobs is not None:
-        return to_device(batch.rollout.behaviour_logprobs, learner.policy.device)
-    later = minibatches[1:] + fillers(batch, minibatches, config)
-    return compute_logprobs(learner, batch, later, learner.policy, config)
-
-
 def drawn_logprobs(
     learner: Learner, rollout: Rollout, advantages: Tensor, model: PreTrainedModel, config: TrainConfig
 ) -> Tensor:

@@ -17,11 +17,11 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
-from pspo.model import autocast, head_logprobs, hidden_states, row_chunks
+from pspo.model import autocast, head_logprobs, hidden_states, row_chunks, to_device
 from pspo.rollout.types import Batch, Rollout
 from pspo.update.batching import Minibatch, make_batch, run_microbatches, split_minibatches
 from pspo.update.learner import Learner
-from pspo.update.old import compute_logprobs, old_logprobs
+from pspo.update.old import compute_logprobs, fillers
 from pspo.update.tokens import Visit, concat_columns, step_metrics, token_columns
 
 
@@ -38,8 +38,11 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     batch = make_batch(rollout, advantages, config)
     minibatches = split_minibatches(learner, batch, config)
     old = torch.zeros(rollout.completion_ids.shape, dtype=torch.float64, device=learner.policy.device)
-    if rollout.behaviour_logprobs is not None or len(minibatches) > 1 or algorithm.shuffle:
-        old = old_logprobs(learner, batch, minibatches, config)
+    if rollout.behaviour_logprobs is not None:
+        batch = replace(batch, old_logprobs=to_device(rollout.behaviour_logprobs, learner.policy.device))
+    elif len(minibatches) > 1 or algorithm.shuffle:  # the first step's own pass computes its own rows alone
+        later = minibatches[1:] + fillers(batch, minibatches, config)
+        old = compute_logprobs(learner, batch, later, learner.policy, config)
     if algorithm.beta > 0:
         with learner.reference_model() as reference:
             batch = replace(batch, ref_logprobs=compute_logprobs(learner, batch, minibatches, reference, config))
@@ -48,11 +51,10 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         if algorithm.shuffle and epoch > 0:
             minibatches = split_minibatches(learner, batch, config, shuffled=True)
         for minibatch in minibatches[: steps_left - len(steps)]:
-            is_first_visit = not steps and rollout.behaviour_logprobs is None  # its own pass computes old log-probs
-            part = replace(batch, old_logprobs=None if is_first_visit else old)
-            tokens, metrics = take_step(learner, part, minibatch, config)
-            if is_first_visit:
+            tokens, metrics = take_step(learner, batch, minibatch, config)
+            if batch.old_logprobs is None:
                 old[tokens["row"], tokens["position"]] = tokens["old_logprob"].to(old)
+                batch = replace(batch, old_logprobs=old)
             steps.append(metrics)
     return steps
 

@@ -130,7 +130,9 @@ def logprob_errors(served, prompts):
 
 
 @needs_vllm
-def test_logprobs_are_the_policys(served, prompts):
+def test_logprobs_are_the_policys_after_a_draw_that_failed(served, prompts):
+    with pytest.raises(EngineError):
+        served.sampler.draw(Prompts(prompts.problems[:1], [prompts.ids[0] * 9]), 4, served.how)
     drawn, errors = logprob_errors(served, prompts)
     assert drawn.completion_ids.shape[0] == 96
     assert drawn.terminated.any()
