@@ -67,8 +67,7 @@ def step(config: TrainConfig) -> tuple[dict[str, torch.Tensor], list[dict[str, f
     torch.manual_seed(7 + dist.rank())  # of adapters; only rank 0's counts
     learner = make_learner(config, CPU)
     rollout, advantages = make_rows()
-    if config.algorithm.nucleus == "ignore":
-        rollout = replace(rollout, nucleus=None)
+    rollout = replace(rollout, nucleus=rollout.nucleus if config.algorithm.nucleus == "replay" else None)
     if callable(config.algorithm.advantages):
         advantages = config.algorithm.advantages(advantages, 4, rollout.completion_mask)
     share = torch.tensor(dist.take_rank_share(list(range(len(rollout))), config.algorithm.minibatches))

@@ -128,10 +128,9 @@ def test_updates_are_on_policy_at_first_and_not_those_that_ignore_the_nucleus(po
     assert metrics[1]["ratio_max"] > 1.001
     assert metrics[0]["sampler_ratio_max"] == pytest.approx(1, abs=1e-4)  # the sampler's are renormalised, too
     assert metrics[0]["corrected_share"] == 0
-    with pytest.raises(ValueError, match=r"--algorithm\.nucleus replay needs nuclei"):
-        steps(policy, bare, replay(surrogate))
-    with pytest.raises(ValueError, match="ignore none"):
-        steps(policy, rollout, replay(surrogate, nucleus="ignore"))
+    for drawn, nucleus in ((bare, "replay"), (rollout, "ignore")):
+        with pytest.raises(ValueError, match=r"--algorithm\.nucleus replay needs nuclei, ignore none"):
+            steps(policy, drawn, replay(surrogate, nucleus=nucleus))
 
 
 def test_log_probs_that_are_kept_before_the_steps_are_renormalised_too(policy, rollout):

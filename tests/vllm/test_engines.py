@@ -9,7 +9,6 @@ from engines import CPU, Copy, train
 from processes import before, one_layer
 
 import pspo.train
-import pspo_vllm.vllm
 from pspo.config import ModelConfig
 from pspo.files import checkpoints, read_jsonl
 from pspo.model import load_policy, token_logprobs
@@ -60,9 +59,8 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(capsys):
 
 
 def test_a_death_is_raised_past_an_answer_that_nobody_awaits_and_after_the_last_weight(monkeypatch):
-    """Under fsdp2 all ranks gather each weight."""
     weights = iter([("a", torch.ones(1)), ("b", torch.ones(1))])
-    monkeypatch.setattr(pspo_vllm.vllm, "weights_of_files", lambda policy: weights)
+    monkeypatch.setattr("pspo_vllm.vllm.weights_of_files", lambda policy: weights)
     engine = VLLM()
     engine.connection, other_end = Pipe()
     other_end.send("an answer")
