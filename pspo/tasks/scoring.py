@@ -190,18 +190,30 @@ def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: i
         return error
 
 
-def call_parts(
-    function: Callable[..., Any], arguments: dict[str, Any], n: int, size: int, scoring: Scoring
-) -> list[Result | Exception]:
-    """Results of a function called once for every ``size`` of n completions, in worker processes if there are any."""
+def group_values(
+    function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
+) -> tuple[Result, Exception | None]:
+    """Do what `reward_values` does by one call for each group, in worker processes if there are any."""
     calls = []
-    for start in range(0, n, size):
-        rows = slice(start, start + size)
+    for start in range(0, n, group_size):
+        rows = slice(start, start + group_size)
         inputs = {key: value[rows] if isinstance(value, list) else value for key, value in arguments.items()}
-        calls.append((function, inputs, size))
+        calls.append((function, inputs, group_size))
     if scoring.in_workers:
-        return worker_pool(max(scoring.workers, 1)).map(call_reward, calls, scoring.timeout)
-    return [attempt_reward(*call) for call in calls]
+        results = worker_pool(max(scoring.workers, 1)).map(call_reward, calls, scoring.timeout)
+    else:
+        results = [attempt_reward(*call) for call in calls]
+    first_error = next((result for result in results if isinstance(result, Exception)), None)
+    if first_error is not None and scoring.on_error == "raise":
+        is_late = isinstance(first_error, TimeoutError)
+        raise TimeoutError(f"reward {reward_name(function)} {first_error}") if is_late else first_error
+    whole = Result([math.nan] * n, {})
+    for start, result in zip(range(0, n, group_size), results, strict=True):
+        if isinstance(result, Result):
+            whole.values[start : start + group_size] = result.values
+            for key, column in result.logged.items():
+                whole.logged.setdefault(key, [None] * n)[start : start + group_size] = column
+    return whole, first_error
 
 
 def reward_values(
@@ -211,21 +223,13 @@ def reward_values(
 
     The function is called once for all groups; in workers, or after that call has failed, once for each group.
     """
-    for size in [group_size] if scoring.in_workers else [n, group_size]:
-        results = call_parts(function, arguments, n, size, scoring)
-        error = next((result for result in results if isinstance(result, Exception)), None)
-        if error is None:
-            break
-        if scoring.on_error == "raise":
-            is_late = scoring.in_workers and isinstance(error, TimeoutError)  # otherwise it is the user's own
-            raise TimeoutError(f"reward {reward_name(function)} {error}") if is_late else error
-    whole = Result([math.nan] * n, {})
-    for start, result in zip(range(0, n, size), results, strict=True):
-        if isinstance(result, Result):
-            whole.values[start : start + size] = result.values
-            for key, column in result.logged.items():
-                whole.logged.setdefault(key, [None] * n)[start : start + size] = column
-    return whole, error
+    if not scoring.in_workers:
+        try:
+            return call_reward(function, arguments, n), None
+        except Exception:  # a user's code may raise anything
+            if scoring.on_error == "raise":
+                raise
+    return group_values(function, arguments, n, group_size, scoring)
 
 
 def unique_name(name: str, taken: Collection[str]) -> str:

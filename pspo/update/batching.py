@@ -1,9 +1,7 @@
 """Assign the rows of a rollout to optimizer steps and microbatches; halve microbatches when memory runs out."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,8 +15,6 @@ from pspo.model import is_out_of_memory
 from pspo.model.device import MICROBATCH_TOKENS
 from pspo.rollout.types import Batch, Rollout, trained_rows, without_truncated
 from pspo.update.learner import Learner
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -94,19 +90,6 @@ def padded_tokens(learner: Learner, batch: Batch, rows: list[int], config: Train
     prompt_lengths, completion_lengths = batch.lengths
     prompts = len({row // config.rollout.group_size for row in rows}) if learner.shares_prompts else len(rows)
     return prompts * max(prompt_lengths[row] for row in rows) + len(rows) * max(completion_lengths[row] for row in rows)
-
-
-def run_microbatches(
-    learner: Learner, batch: Batch, minibatch: Minibatch, config: TrainConfig, run: Callable[[Batch], T]
-) -> list[T]:
-    """Results of ``run`` for a minibatch's microbatches; if memory runs out, all run again, half as large."""
-    while True:
-        learner.optimizer.zero_grad()  # gradients left by a step that raised, or by passes that ran out of memory
-        microbatches = split_microbatches(learner, batch, minibatch, config)
-        try:
-            return [*map(run, microbatches)]
-        except RuntimeError as error:
-            halve_microbatches(learner, batch, microbatches, config, error)
 
 
 def halve_microbatches(

@@ -19,8 +19,16 @@ from transformers import PreTrainedModel
 from pspo.config import TrainConfig
 from pspo.model import autocast, to_device
 from pspo.rollout.types import Batch, Rollout
-from pspo.update.batching import Minibatch, make_batch, run_microbatches, split_minibatches
+from pspo.update.batching import Minibatch, halve_microbatches, make_batch, split_microbatches, split_minibatches
 from pspo.update.learner import Learner
+
+
+def old_logprobs(learner: Learner, batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> Tensor:
+    """(B, T) old log-probs before a rollout's first step; 0 in rows for which that step's own pass computes them."""
+    if batch.rollout.behaviour_logprobs is not None:
+        return to_device(batch.rollout.behaviour_logprobs, learner.policy.device)
+    later = minibatches[1:] + fillers(batch, minibatches, config)
+    return compute_logprobs(learner, batch, later, learner.policy, config)
 
 
 def drawn_logprobs(
@@ -31,6 +39,12 @@ def drawn_logprobs(
     minibatches = split_minibatches(learner, batch, config)
     minibatches += fillers(batch, minibatches, config)
     return compute_logprobs(learner, batch, minibatches, model, config).cpu()
+
+
+def reference_logprobs(learner: Learner, batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> Tensor:
+    """(B, T) log-probs of a rollout by the reference model."""
+    with learner.reference_model() as reference:
+        return compute_logprobs(learner, batch, minibatches, reference, config)
 
 
 def fillers(batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> list[Minibatch]:
@@ -48,13 +62,21 @@ def compute_logprobs(
     """(B, T) log-probs by ``model`` of the minibatches' rows, without gradient; 0 in all other rows."""
     shape = batch.rollout.completion_ids.shape
     logprobs = torch.zeros(shape, dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
-
-    def write(part: Batch) -> None:
-        with autocast(config.model.autocast, model.device):
-            values = part.rollout.logprobs(model, config.rollout.temperature)
-        if part.rollout.completion_mask.any():  # otherwise `fill_up` has added another's row
-            logprobs[to_device(part.indices, model.device), : values.shape[1]] = values.to(logprobs)
-
     for minibatch in minibatches:
-        run_microbatches(learner, batch, minibatch, config, write)
+        while True:
+            microbatches = split_microbatches(learner, batch, minibatch, config)
+            try:
+                for part in microbatches:
+                    with autocast(config.model.autocast, model.device):
+                        values = part.rollout.logprobs(model, config.rollout.temperature)
+                    write_rows(logprobs, part.indices, part.rollout.completion_mask, values)
+                break
+            except RuntimeError as error:
+                halve_microbatches(learner, batch, microbatches, config, error)
     return logprobs
+
+
+def write_rows(logprobs: Tensor, rows: Tensor, mask: Tensor, values: Tensor) -> None:
+    """Write values (b, t) into ``rows`` (b,) of log-probs (B, T); without an unmasked token the row is another's."""
+    if mask.any():
+        logprobs[to_device(rows, logprobs.device), : values.shape[1]] = values.to(logprobs)

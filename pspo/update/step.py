@@ -9,7 +9,6 @@ pspo leaves out a value model (advantages compare a group's rewards), packing (r
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,11 +16,11 @@ from torch import Tensor
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
-from pspo.model import autocast, head_logprobs, hidden_states, row_chunks, to_device
+from pspo.model import autocast, head_logprobs, hidden_states, row_chunks
 from pspo.rollout.types import Batch, Rollout
-from pspo.update.batching import Minibatch, make_batch, run_microbatches, split_minibatches
+from pspo.update.batching import Minibatch, halve_microbatches, make_batch, split_microbatches, split_minibatches
 from pspo.update.learner import Learner
-from pspo.update.old import compute_logprobs, fillers
+from pspo.update.old import old_logprobs, reference_logprobs, write_rows
 from pspo.update.tokens import Visit, concat_columns, step_metrics, token_columns
 
 
@@ -38,38 +37,46 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     batch = make_batch(rollout, advantages, config)
     minibatches = split_minibatches(learner, batch, config)
     old = torch.zeros(rollout.completion_ids.shape, dtype=torch.float64, device=learner.policy.device)
-    if rollout.behaviour_logprobs is not None:
-        batch = replace(batch, old_logprobs=to_device(rollout.behaviour_logprobs, learner.policy.device))
-    elif len(minibatches) > 1 or algorithm.shuffle:  # the first step's own pass computes its own rows alone
-        later = minibatches[1:] + fillers(batch, minibatches, config)
-        old = compute_logprobs(learner, batch, later, learner.policy, config)
+    if rollout.behaviour_logprobs is not None or len(minibatches) > 1 or algorithm.shuffle:
+        old = old_logprobs(learner, batch, minibatches, config)
     if algorithm.beta > 0:
-        with learner.reference_model() as reference:
-            batch = replace(batch, ref_logprobs=compute_logprobs(learner, batch, minibatches, reference, config))
+        batch = replace(batch, ref_logprobs=reference_logprobs(learner, batch, minibatches, config))
     steps = []
     for epoch in range(algorithm.epochs):
         if algorithm.shuffle and epoch > 0:
             minibatches = split_minibatches(learner, batch, config, shuffled=True)
         for minibatch in minibatches[: steps_left - len(steps)]:
-            tokens, metrics = take_step(learner, batch, minibatch, config)
-            if batch.old_logprobs is None:
-                old[tokens["row"], tokens["position"]] = tokens["old_logprob"].to(old)
-                batch = replace(batch, old_logprobs=old)
+            is_first_visit = not steps and rollout.behaviour_logprobs is None  # its own pass computes old log-probs
+            part = replace(batch, old_logprobs=None if is_first_visit else old)
+            visits, metrics = take_step(learner, part, minibatch, config)
+            if is_first_visit:
+                for visit in visits:
+                    write_rows(old, visit.rows, visit.mask, visit.inputs.old_logprobs)
             steps.append(metrics)
     return steps
 
 
 def take_step(
     learner: Learner, batch: Batch, minibatch: Minibatch, config: TrainConfig
-) -> tuple[dict[str, Tensor], dict[str, float]]:
+) -> tuple[list[Visit], dict[str, float]]:
     """Accumulate a minibatch's gradient, sum it over the ranks, clip it, and step.
 
-    Returns this rank's `token_columns`, and metrics. A step is counted but skipped if loss or gradient is not finite.
+    Returns the step's results and metrics. A step is counted but skipped if loss or gradient is not finite.
     """
-    run = partial(backward, learner, counts=minibatch.counts, config=config)
-    if learner.is_sharded:  # FSDP gathers the weights around a call that it takes for a forward pass
-        run = partial(learner.policy.call_with_weights, run)
-    visits = [*chain(*run_microbatches(learner, batch, minibatch, config, run))]
+    counts = minibatch.counts
+    while True:
+        learner.optimizer.zero_grad()  # gradients left by a step that raised, or by passes that ran out of memory
+        visits = []
+        microbatches = split_microbatches(learner, batch, minibatch, config)
+        try:
+            for part in microbatches:
+                if learner.is_sharded:  # FSDP gathers the weights around a call that it takes for a forward pass
+                    visits += learner.policy.call_with_weights(partial(backward, learner, part, counts, config))
+                else:
+                    visits += backward(learner, part, counts, config)
+            break
+        except RuntimeError as error:
+            halve_microbatches(learner, batch, microbatches, config, error)
     loss = torch.stack([visit.loss for visit in visits]).sum()
     if learner.n_ranks > 1:
         loss = dist.sum_over_ranks(loss)
@@ -90,9 +97,9 @@ def take_step(
     tokens = token_columns(visits)
     if learner.record is not None:
         learner.record.add(learner.steps, tokens)
-    every_rank = concat_columns(tokens) if learner.n_ranks > 1 else tokens
-    metrics = {"loss": loss} | step_metrics(every_rank, minibatch.counts, config)
-    return tokens, metrics | {"grad_norm": grad_norm, "lr": lr, "step_skipped": float(not is_finite)}
+    tokens = concat_columns(tokens) if learner.n_ranks > 1 else tokens
+    metrics = {"loss": loss} | step_metrics(tokens, counts, config)
+    return visits, metrics | {"grad_norm": grad_norm, "lr": lr, "step_skipped": float(not is_finite)}
 
 
 def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> list[Visit]:
