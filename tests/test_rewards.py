@@ -305,8 +305,10 @@ def test_workers_that_hang_or_die_are_replaced(work):
 
 
 def test_an_async_reward_that_hangs_lets_the_process_end(work):
-    code = "import os, threading, work; threading.Timer(2, os.kill, (os.getpid(), 2)).start(); "
-    code += "from pspo.tasks.scoring import call_reward; call_reward(work.hangs_async, {'completions': []}, 0)"
+    code = "import os, signal, threading, work; from pspo.tasks.scoring import call_reward; "
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler); "  # in the background a shell ignores it
+    code += "threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start(); "
+    code += "call_reward(work.hangs_async, {'completions': []}, 0)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=30)
     assert b"KeyboardInterrupt" in ended.stderr
