@@ -93,8 +93,9 @@ def accuracies(runs: Runs, *stages: str, sampled: bool = False) -> list[Value]:
         for measure in shown_measures(test):
             name = f"{'final ' if test.stage == 'final' else ''}{measure.replace('_', ' ')}"
             column = Column(title, name, measure != "mean_reward")
-            run, row = (None, test.model) if test.stage == "before" else (test.run, runs.labels[test.run])
-            if test.stage == "before" and test.run is not None and prompts:  # which change what an untrained model does
+            run = None if test.stage == "before" else test.run
+            row = test.model if run is None else runs.labels[run]
+            if run is None and test.run is not None and prompts:  # which change what an untrained model does
                 row = f"{test.model}, as in {runs.labels[test.run]}"
             values.pop((run or row, column), None)
             number = test.numbers[measure]

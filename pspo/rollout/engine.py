@@ -72,14 +72,8 @@ class EngineSampler:
         if how.model is not None:
             return self.by_model.draw(prompts, group_size, how)
         self.begin(prompts, group_size, how)
-        signals = self.by_model.signals
-        signals.is_drawing = True  # not in `begin`, where ranks gather weights together
-        try:
-            if signals.error is not None:
-                raise signals.error
+        with self.by_model.signals.drawing():  # not in `begin`, where ranks gather weights together
             return self.complete()
-        finally:
-            signals.is_drawing = False
 
     def begin(self, prompts: Prompts, group_size: int, how: How) -> None:
         """Begin to draw, with the weights as they are now; `complete` returns the rollout."""

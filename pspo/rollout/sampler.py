@@ -52,14 +52,8 @@ class PolicySampler:
     memory: Generators | None = None  # stores how many rows fit once memory has run out
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
-        with random_numbers(how.generators), autocast(self.autocast_mode, how.model.device):
-            self.signals.is_drawing = True
-            try:
-                if self.signals.error is not None:
-                    raise self.signals.error
-                return generate(how.model, self.tokenizer, prompts.ids, how.sampling, group_size, self.memory)
-            finally:
-                self.signals.is_drawing = False
+        with random_numbers(how.generators), autocast(self.autocast_mode, how.model.device), self.signals.drawing():
+            return generate(how.model, self.tokenizer, prompts.ids, how.sampling, group_size, self.memory)
 
 
 @torch.no_grad()
