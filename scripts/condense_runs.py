@@ -6,9 +6,9 @@ are to the latter), validation (last validation reward), accuracy (greedy, of th
 the best model by validation), untrained_accuracy and best_step. Each greedy evaluation NAME of a sweep adds NAME_reward
 and NAME_gold_anywhere of the returned model, and untrained_NAME_... of the model that the run began with.
 
---answers NAME PROBLEMS writes the greedy answers of the sweep's evaluation NAME beside the table, as NAME.parquet: the
-experiment, method, epochs and seed (empty: the model that the runs began with), the number of the problem in the file
-PROBLEMS, its category there, the completion and its reward.
+--answers NAME... writes every answer of these evaluations beside the table, as a .parquet file of the same name: the
+temperature, the numbers of problem and sample, the completion and its reward, the evaluation, and the run's experiment,
+method, varied switches and seed (empty for the model that the runs began with).
 """
 
 import argparse
@@ -62,20 +62,15 @@ def condense(runs: Runs) -> pd.DataFrame:
     return rows.join(test_numbers(runs)).dropna(axis="columns", how="all")
 
 
-def answers(runs: Runs, table: pd.DataFrame, name: str, problems: Path) -> pd.DataFrame:
-    """A row per greedy answer of the evaluations called ``name``."""
-    categories = pd.DataFrame(read_jsonl(problems))["category"]
+def answers(runs: Runs, table: pd.DataFrame, names: list[str]) -> pd.DataFrame:
+    """A row per answer of the evaluations with these names."""
+    described = table.loc[:, :"seed"]
     parts = []
     for test in runs.tests:
-        if test.evaluation != name or test.temperature != "0":
-            continue
-        part = pd.DataFrame(read_jsonl(test.file)).query("temperature == 0")[["problem", "completion", "reward"]]
-        part.insert(1, "category", part["problem"].map(categories))
-        if test.run is not None:
-            row = table.loc[test.run.name]
-            epochs = test.run.switches["algorithm.epochs"]
-            part = part.assign(experiment=row["experiment"], method=row["method"], epochs=epochs, seed=row["seed"])
-        parts.append(part)
+        if test.evaluation in names:
+            part = pd.DataFrame(read_jsonl(test.file))[["temperature", "problem", "sample", "completion", "reward"]]
+            of_run = {} if test.run is None else described.loc[test.run.name]
+            parts.append(part.assign(evaluation=test.evaluation, **of_run))
     return pd.concat(parts, ignore_index=True).drop_duplicates()  # experiments may share an untrained model
 
 
@@ -83,15 +78,14 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--answers", nargs=2, metavar=("NAME", "PROBLEMS"))
+    parser.add_argument("--answers", nargs="+", metavar="NAME")
     given = parser.parse_args(args)
     runs = read_runs(given.folders).finished
     table = condense(runs)
     write_text(given.output, table.to_csv(index=False, float_format="%.7g"))
     print(f"{len(table)} runs: {given.output}")
     if given.answers:
-        name, problems = given.answers
-        answers(runs, table, name, Path(problems)).to_parquet(given.output.with_name(f"{name}.parquet"))
+        answers(runs, table, given.answers).to_parquet(given.output.with_suffix(".parquet"))
 
 
 if __name__ == "__main__":

@@ -285,18 +285,18 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     assert "z-stale: evaluates step 1, but the run has replaced this model by that of step 2" in err
 
 
-def test_a_run_is_condensed_with_its_greedy_answers(make_run, make_evaluation, tmp_path):
+def test_a_run_is_condensed_with_its_answers(make_run, make_evaluation, tmp_path):
     run = make_run("e/seed-1", "Clip", 1)
     for folder, model in ((run, run / "best"), (tmp_path / "runs/e", "tiny")):
         make_evaluation(folder / "asdiv", str(model), 0.6)
-        records = [{"problem": 1, "temperature": t, "completion": f"{t}", "reward": t} for t in (0, 0.6)]
-        (folder / "asdiv/completions.jsonl").write_text("\n".join(map(json.dumps, records)))
-    (tmp_path / "problems.jsonl").write_text('{"category": "sums"}\n{"category": "products"}\n')
-    condense([f"{tmp_path}/runs", f"--output={tmp_path}/runs.csv", "--answers", "asdiv", f"{tmp_path}/problems.jsonl"])
+        records = [{"problem": 1, "sample": 0, "temperature": t, "completion": f"{t}", "reward": t} for t in (0, 0.6)]
+        (folder / "asdiv/completions.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    condense([f"{tmp_path}/runs", f"--output={tmp_path}/runs.csv", "--answers", "asdiv"])
     row = pd.read_csv(tmp_path / "runs.csv").loc[0]
     assert row[["seed", "reward", "asdiv_reward"]].tolist() == [1, 0.3, 60]
-    answers = pd.read_parquet(tmp_path / "asdiv.parquet").astype(object).fillna("").drop(columns="experiment")
-    assert answers.values.tolist() == [[1, "products", "0", 0, *of_run] for of_run in (["Clip", 2, 1], [""] * 3)]
+    answers = pd.read_parquet(tmp_path / "runs.parquet").astype(object).fillna("").drop(columns="experiment")
+    expected = [[t, 1, 0, f"{t}", t, "asdiv", *of_run] for of_run in (["Clip", 1], [""] * 2) for t in (0, 0.6)]
+    assert answers.values.tolist() == expected
 
 
 def test_runs_of_a_search_and_forks_of_other_parents_are_settings_of_their_own(make_run, tmp_path):
