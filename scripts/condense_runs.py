@@ -65,12 +65,12 @@ def condense(runs: Runs) -> pd.DataFrame:
 def answers(runs: Runs, table: pd.DataFrame, names: list[str]) -> pd.DataFrame:
     """A row per answer of the evaluations with these names."""
     described = table.loc[:, :"seed"]
+    tests = {test.file: test for test in runs.tests if test.evaluation in names}  # a file holds all temperatures
     parts = []
-    for test in runs.tests:
-        if test.evaluation in names:
-            part = pd.DataFrame(read_jsonl(test.file))[["temperature", "problem", "sample", "completion", "reward"]]
-            of_run = {} if test.run is None else described.loc[test.run.name]
-            parts.append(part.assign(evaluation=test.evaluation, **of_run))
+    for file, test in tests.items():
+        part = pd.DataFrame(read_jsonl(file))[["temperature", "problem", "sample", "completion", "reward"]]
+        of_run = {} if test.run is None else described.loc[test.run.name]
+        parts.append(part.assign(evaluation=test.evaluation, **of_run))
     return pd.concat(parts, ignore_index=True).drop_duplicates()  # experiments may share an untrained model
 
 
