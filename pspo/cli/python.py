@@ -1,6 +1,6 @@
 """Configurations from Python: turn the arguments of `pspo.train` into the settings that a YAML file would hold."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from decimal import Decimal
 from fractions import Fraction
@@ -17,10 +17,8 @@ from pspo.tasks.datasets import SPLITS
 from pspo.tasks.files import table_records
 
 
-def config_from_python(
-    file: str | Path | None = None, check: Callable[[TrainConfig], None] = lambda config: None, **sections: Any
-) -> tuple[TrainConfig, Settings]:
-    """The configuration of `pspo.train`'s arguments over a YAML file; ``check`` runs before problems are written."""
+def config_from_python(file: str | Path | None = None, **sections: Any) -> tuple[TrainConfig, Settings]:
+    """The configuration of `pspo.train`'s arguments over a YAML file; problems are written into the run's folder."""
     words = [] if file is None else ["--config", str(file)]
     settings = {name: section_settings(name, section) for name, section in sections.items()}
     data = settings.get("data", {})
@@ -36,7 +34,6 @@ def config_from_python(
     if problems:
         data |= {"name": "file", "path": data.get("path", "<problems>")}  # until the problems are written
         config, _ = make_config(TrainConfig, "pspo.train", words, yaml_value(settings))
-        check(config)
         dist.init(config.distributed.strategy)
         run = settings.setdefault("run", {})
         run["output_dir"] = dist.run_on_main(lambda: config.run.output_dir or default_output(config))

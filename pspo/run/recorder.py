@@ -277,12 +277,3 @@ def start_tracker(name: str, folder: Path, config: dict[str, Any], step: int) ->
         arguments = {"resume": "allow" if step else "never"}
     module.init(project="pspo", name=folder.resolve().name, config=config, **arguments)
     return module
-
-
-def check_tracker(name: str) -> None:
-    """Raise ValueError, with the fix, if the tracker's package cannot be imported."""
-    try:
-        if name != "none":
-            importlib.import_module(MODULES[name])
-    except ImportError as error:
-        raise ValueError(f"--run.tracker {name}: {error}; pip install 'pspo[{name}]'") from error

@@ -5,6 +5,7 @@ and an engine's arguments may differ, and limits may grow (`pspo.config.Fact`).
 """
 
 import contextlib
+import importlib.util
 import os
 import random
 import shutil
@@ -36,7 +37,7 @@ from pspo.rollout.sampler import check_decoding
 from pspo.rollout.source import find_source
 from pspo.run.checkpointer import Checkpointer
 from pspo.run.messages import model_card, print_header, print_warnings, summary_text
-from pspo.run.recorder import Recorder, check_tracker
+from pspo.run.recorder import Recorder
 from pspo.run.validator import Validator
 from pspo.signals import StopSignals
 from pspo.token_table import TOKENS
@@ -279,16 +280,13 @@ def compute_in_order(resources: contextlib.ExitStack, device: torch.device) -> N
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def check_packages(config: TrainConfig) -> None:
-    """Raise ValueError, with the fix, if the configuration needs a package that cannot be imported."""
-    check_tracker(config.run.tracker)
-    check_optimizer(config.optimizer)
-    resolve_adapters(config.model)
-
-
 def prepare(config: TrainConfig, settings: Settings) -> Run:
     """Make the run's folder or resume the run in it, and load everything; ValueError for errors of the user."""
-    check_packages(config)  # before a folder is made
+    tracker = config.run.tracker  # packages are looked for before a folder is made
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        raise ValueError(f"--run.tracker {tracker} needs {tracker}: pip install 'pspo[{tracker}]'")
+    check_optimizer(config.optimizer)
+    resolve_adapters(config.model)
     with contextlib.ExitStack() as resources:  # released if the preparation fails
         compute_in_order(resources, dist.local_device())
         dist.run_on_main(lambda: config.check_ranks(dist.world_size()))
@@ -366,7 +364,7 @@ def train_from_python(
 ) -> Summary:
     """Train by a YAML file, overridden by sections of the configuration; returns the summary."""
     try:
-        config, settings = config_from_python(file, check_packages, **sections)
+        config, settings = config_from_python(file, **sections)
         dist.init(config.distributed.strategy)
         summary = dist.run_on_main(lambda: print_if_finished(config.run, settings))
         if summary:
