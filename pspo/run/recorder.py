@@ -3,7 +3,6 @@
 import importlib
 import math
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 from copy import deepcopy
@@ -21,7 +20,7 @@ from pspo.cli.parse import Changes, Settings
 from pspo.config import TrainConfig
 from pspo.environments import transcripts
 from pspo.errors import RunFailed
-from pspo.files import append_jsonl, checkpoints, read_jsonl, write_errors
+from pspo.files import append_jsonl, checkpoints, write_errors
 from pspo.rollout import Experience, Prompts
 from pspo.rollout.types import trained_rows
 from pspo.tasks import Problem, matches_format
@@ -160,10 +159,7 @@ class Recorder:
         self.bar.advance(len(rollout.steps), status(line, len(rollout.steps)), is_notable)
 
     def finish(self) -> None:
-        """Warn if every advantage was 0; close the tracker."""
-        lines = read_jsonl(self.output / "metrics.jsonl")
-        if self.config.reward.functions and all(line["zero_advantage_share"] == 1 for line in lines):
-            print("WARNING: every advantage was 0, as where all rewards of a group are equal", file=sys.stderr)
+        """Close the tracker."""
         if self.tracker is not None:
             self.tracker.finish()
 
