@@ -26,7 +26,7 @@ from pspo.cli.python import config_from_python, default_output
 from pspo.cli.values import to_yaml
 from pspo.config import RunConfig, TrainConfig, require, switches_with
 from pspo.endings import exit_codes, fail_together, save_at_end, user_errors
-from pspo.errors import RunFailed, Stopped
+from pspo.errors import Stopped
 from pspo.inputs import Inputs, load_inputs
 from pspo.model.device import VARIABLES, choose_threads, peak_memory_gb
 from pspo.model.find import resolve_adapters
@@ -363,14 +363,11 @@ def train_from_python(
     train: Callable[[Run], Summary], file: str | Path | None, sections: Settings, on_rollout: OnRollout | None
 ) -> Summary:
     """Train by a YAML file, overridden by sections of the configuration; returns the summary."""
-    try:
-        config, settings = config_from_python(file, **sections)
-        dist.init(config.distributed.strategy)
-        summary = dist.run_on_main(lambda: print_if_finished(config.run, settings))
-        if summary:
-            return summary
-        run = prepare(config, settings)
-        run.on_rollout = on_rollout
-        return run_training(train, run)
-    except (ValueError, OSError, Stopped, RunFailed) as error:
-        raise error.with_traceback(None) from None  # frames of this package say nothing, and fill a notebook
+    config, settings = config_from_python(file, **sections)
+    dist.init(config.distributed.strategy)
+    summary = dist.run_on_main(lambda: print_if_finished(config.run, settings))
+    if summary:
+        return summary
+    run = prepare(config, settings)
+    run.on_rollout = on_rollout
+    return run_training(train, run)
