@@ -1,8 +1,8 @@
 """Look inside runs: ``pspo view RUN [RUN ...]`` writes a page of curves, groups, tokens, tests, findings.
 
 RUN is a run's folder, or a folder above several runs. A run in progress is shown up to now.
-``--surrogates 'Clip(epsilon=0.1)' PSPO my_loss.SoftClip`` compares the tokens' weights under these surrogates;
-unset, under all surrogates of `pspo.losses`.
+``--surrogates PSPO my_loss.SoftClip '{class_path: Clip, init_args: {epsilon: 0.1}}'`` compares the tokens' weights
+under these surrogates; unset, under all surrogates of `pspo.losses`.
 
 The page is one HTML file that asks no host for anything. Charts are uPlot's (https://github.com/leeoniya/uPlot, MIT).
 """
@@ -13,7 +13,6 @@ import contextlib
 import gzip
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -260,21 +259,12 @@ def surrogate_curve(surrogate: Surrogate | None) -> Record | None:
     return {"ratio": encode_floats(RATIOS), "above": encode_floats(above), "below": encode_floats(below)}
 
 
-def parse_surrogate(text: str) -> Surrogate:
-    """Make a surrogate from ``PSPO``, ``Clip(epsilon=0.1)`` or ``my_loss.SoftClip(width=2)``; ValueError otherwise."""
-    match = re.fullmatch(r"([\w.]+)(?:\((.*)\))?", text)
-    if match is None:
-        raise ValueError(f"--surrogates {text}: write Name or 'Name(parameter=1.0)'")
-    arguments = load_yaml("{" + (match[2] or "").replace("=", ": ") + "}")
-    return read(Surrogate, {"class_path": match[1], "init_args": arguments}, "surrogates")
-
-
 def make_page(roots: Sequence[Path], surrogates: Sequence[str] = ()) -> str:
     """Return the HTML page of the runs below the roots; ValueError without any run, or for an invalid surrogate."""
     files = {"css": "page.css", "js": "page.js", "uplot_js": "uplot.js"}
     assets = {name: Markup((FOLDER / file).read_text(encoding="utf-8")) for name, file in files.items()}
     template = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html.j2")
-    compared = {text: parse_surrogate(text) for text in surrogates}
+    compared = {text: read(Surrogate, load_yaml(text), "surrogates") for text in surrogates}
     compared = compared or {name: surrogate() for name, surrogate in class_names(Surrogate).items()}
     runs = read_runs(roots)
     if not runs.labels:
