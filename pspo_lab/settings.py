@@ -67,14 +67,11 @@ def data_name(folder: Path, switches: Switches) -> str:
 
 def origin(folder: Path, switches: Switches) -> Switches:
     """Return what else makes a setting: whether a search made the run, and which run, of any seed, it is a fork of."""
-    found = {}
-    experiment = str(folder.parent.parent)
-    full = experiment.removesuffix("-search")
-    if full != experiment and Path(full, "selection.json").exists():
-        found["search"] = True  # runs of a search choose settings, and confirm nothing
-    if switches.get("run.fork_from"):
-        found["forked"] = re.sub(OF_A_SEED, "*", str(switches["run.fork_from"]))
-    return found
+    parent = switches.get("run.fork_from")
+    return {
+        "search": folder.parent.parent.name.endswith("-search") or None,  # such runs choose, and confirm nothing
+        "forked": re.sub(OF_A_SEED, "*", str(parent)) if parent else None,
+    }
 
 
 def plain_switches(switches: Switches) -> Switches:

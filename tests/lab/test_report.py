@@ -306,7 +306,6 @@ def test_runs_of_a_search_and_forks_of_other_parents_are_settings_of_their_own(m
         make_run(f"e/one-parent/seed-{seed}", "Clip", seed, **{"run.fork_from": "runs/c/seed-7"})
         make_run(f"e/plain/seed-{seed + 2}", "Clip", seed + 2)
         make_run(f"e-search/plain/seed-{seed}", "Clip", seed)
-    (tmp_path / "runs/e/selection.json").write_text("{}")
     assert Counter(read_runs([tmp_path / "runs"]).labels.values()) == {
         "Clip": 2, "Clip (search=True)": 2,
         **{f"Clip (forked=runs/{parent}/seed-*)": 2 for parent in "abc"},
