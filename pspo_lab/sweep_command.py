@@ -5,12 +5,11 @@ method: the one that the search selects (`pspo_lab.sweep_plan.Search`).
 
     <output>/<experiment>/<method>-<setting>/seed-<n>/           a full run; evaluations as <name>/results.json
     <output>/<experiment>/<method>-<setting>/seed-<n>.yaml .log  its configuration, and what it printed
-    <output>/<experiment>/<method>-<setting>/seed-<n>.failed     why it failed, if it did
     <output>/<experiment>/untrained/<model>/                     evaluations of a model that runs begin with
     <output>/<experiment>/selection.json                         selected settings, and the rewards that decided
     <output>/<experiment>-search/...                             runs of the search, in the same way
 
-The same command resumes a sweep: finished runs are skipped, interrupted runs resume from their last checkpoint.
+The same command resumes a sweep: finished runs are skipped, all others resume from their last checkpoint.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ from pspo import distributed as dist
 from pspo.cli.parse import parse
 from pspo.cli.values import to_yaml
 from pspo.config import require
-from pspo.endings import EXIT_INTERRUPTED, EXIT_STOPPED, user_errors
+from pspo.endings import EXIT_INTERRUPTED, user_errors
 from pspo.files import lock_folder, read_json, write_json, write_text
 from pspo.tasks.files import local_path
 from pspo.terminal import Bar
@@ -62,13 +61,8 @@ class JobRunner:
 
     async def carry_out(self, job: Job) -> None:
         """Run the commands that a job still takes; if cancelled, leave no process running."""
-        failure = job.folder.with_suffix(".failed")
-        if failure.exists() and not self.sweep.retry_failed:
-            self.failed[job.folder] = failure.read_text(encoding="utf-8")
-            return
         gpus = await self.idle.get()
         job.folder.parent.mkdir(parents=True, exist_ok=True)
-        failure.unlink(missing_ok=True)
         for command, product in commands(job):
             await self.run_command(job, command, product, gpus)
             if job.folder in self.failed:
@@ -90,8 +84,6 @@ class JobRunner:
         printed = log_file.read_bytes()[start:].decode(errors="replace")
         last_line = re.split(r"\n[EW]\d{4} ", printed)[0].rstrip().rpartition("\n")[2]  # before torchrun's messages
         self.failed[job.folder] = f"exit code {exit_code}, no {product.name}: {last_line}"
-        if exit_code not in (EXIT_STOPPED, EXIT_INTERRUPTED):  # a stopped job is run again the next time
-            write_text(job.folder.with_suffix(".failed"), self.failed[job.folder])
 
     async def launch(self, command: list[str], gpus: str | None, log: IO[bytes]) -> int:
         """Run a command to its end and return its exit code."""
@@ -214,7 +206,7 @@ def run_plan(sweep: SweepConfig, plan: list[Method]) -> None:
     for folder, reason in runner.failed.items():
         print(f"failed: {folder}: {reason} (see {folder.with_suffix('.log')})", file=sys.stderr)
     if runner.failed:
-        raise SystemExit("--retry_failed runs them again; a search with failed runs selects nothing")
+        raise SystemExit("the same command runs them again; a search with failed runs selects nothing")
     print(f"all runs are finished: {output}\ncompare them: pspo report {output}")
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 from pspo.cli.parse import DERIVED, Settings, argument_text, make_config, require_same
@@ -64,7 +63,6 @@ class SweepConfig(Section):
     workers: int | None = switch(None, "runs at a time; unset, as many as the GPUs allow", above=0)
     processes: int = switch(1, "processes of a run, each with a GPU; above 1, set distributed.strategy", above=0)
     launcher: str | None = switch(None, 'shell command that starts a run and waits for it: "srun sh -c {command}"')
-    retry_failed: bool = switch(False, "run failed runs again")
     dry_run: bool = switch(False, "print settings and runs, what the seeds can detect, and the hours; run nothing")
     pilot: str | None = switch(None, "for a dry run: folder of runs that give the noise floor and the time of a step")
     sd: float | None = switch(None, "without a pilot: SD of the difference of two seeds in points", above=0)
@@ -77,7 +75,7 @@ class Job:
     In the stage "untrained" a job has evaluations alone, of the model that the runs begin with.
     """
 
-    folder: Path  # its .yaml, .log and .failed lie next to it
+    folder: Path  # its .yaml and .log lie next to it
     stage: str
     setting: str
     seed: int
@@ -129,21 +127,13 @@ class Method:
         return sorted(sums, key=sums.get, reverse=True)[: self.stages[stage]]
 
     def selection(self) -> dict[str, Any]:
-        """The selected setting, and every number that decided."""
-        confirmed = self.chosen("confirm")
+        """The selected setting, those that were confirmed, and the last validation rewards by seed that decided."""
         selected = self.chosen("full")
-        records = []
-        for name, switches in self.settings.items():
+        rewards = {}
+        for name in self.settings:
             jobs = [job for job in self.jobs(["grid", "confirm"], [name]) if job.trained]
-            last = {job.seed: job.last_validation_reward for job in jobs}
-            records.append({
-                "setting": name,
-                "switches": switches,
-                "kept": name in confirmed,
-                "mean_last": fmean(last.values()) if last else None,
-                "last_validation_reward": last,
-            })  # fmt: skip
-        return {"selected": selected[0] if selected else None, "settings": records}
+            rewards[name] = {job.seed: job.last_validation_reward for job in jobs}
+        return {"selected": selected[0] if selected else None, "confirmed": self.chosen("confirm"), "rewards": rewards}
 
 
 def make_plan(sweep: SweepConfig) -> list[Method]:
