@@ -26,7 +26,8 @@ from pspo.errors import RunFailed
 from pspo.tasks.files import plain
 from pspo.terminal import one_line
 
-DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)  # errors that damaged content raises
+# Errors that damaged content raises.
+DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, SafetensorError, TypeError)
 TORCH_WRITE_ERRORS = ("inline_container", "iostream")  # words of the RuntimeError of `torch.save` (2.13) on a full disk
 
 

@@ -186,5 +186,4 @@ def test_damaged_adapters_are_named(name, damage, base, here, capsys):
     file.write_bytes(damage(file.read_bytes()))
     assert run_command(pspo.run.export.main, "--model.name_or_path=adapters") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--model.name_or_path" in line
     assert name in line

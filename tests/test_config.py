@@ -261,6 +261,7 @@ def test_the_learning_rate_of_the_embedded_models_or_the_paper_s(tmp_path, model
     assert find_default_lr(ModelConfig("tiny-math")) == find_default_lr(ModelConfig(str(model_folder()))) == 3e-5
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(int(TINY_BYTES))
+    (tmp_path / "config.json").touch()
     for name in ("Qwen/Qwen2.5-0.5B", str(tmp_path)):
         config, resolved = parse(TrainConfig, "pspo.train", [f"--model.name_or_path={name}"])
         assert config.optimizer.lr == resolved["optimizer"]["lr"] == 1e-6

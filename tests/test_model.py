@@ -70,23 +70,22 @@ def refused(match):
 TINY_BASE = load_file(ASSETS / "tiny-base/model.safetensors")
 NORM = "model.norm.weight"
 ODD_WEIGHTS = {  # in place of tiny-base's, or beside them
-    "missing": ({NORM: None}, f"its weights lack {NORM}"),
-    "one too many": (
-        {"model.layers.4.a": torch.ones(3)}, "its config.json describes a model without its weights model.layers.4.a"
-    ),
-    "not finite": ({NORM: torch.full((128,), math.nan)}, f"not all numbers are finite in its weights {NORM}"),
+    "missing": ({NORM: None}, NORM),
+    "one too many": ({"model.layers.4.a": torch.ones(3)}, "model.layers.4.a"),
+    "another shape": ({NORM: torch.ones(64)}, NORM),
+    "not finite": ({NORM: torch.full((128,), math.nan)}, NORM),
     "the tied head": ({"lm_head.weight": TINY_BASE["model.embed_tokens.weight"].clone()}, None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ODD_WEIGHTS)
 def test_weights_that_the_configuration_does_not_describe_are_refused_by_name(model_folder, case):
-    change, message = ODD_WEIGHTS[case]
+    change, name = ODD_WEIGHTS[case]
     folder = model_folder()
     weights = {name: weight for name, weight in (TINY_BASE | change).items() if weight is not None}
     save_file(weights, folder / "model.safetensors")
-    expected = contextlib.nullcontext() if message is None else refused(rf"^--model.name_or_path {folder}: {message}$")
-    with expected:
+    message = rf"^--model.name_or_path {folder}: its weights are .*, or not finite: {name}; download"
+    with contextlib.nullcontext() if name is None else refused(message):
         load_policy(ModelConfig(name_or_path=str(folder)), CPU)
 
 

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.config import ModelConfig
-from pspo.model.find import read_adapter_config
+from pspo.files import named_damage, read_json
 
 if TYPE_CHECKING:
     import peft
@@ -75,7 +74,7 @@ def adapter_config(config: ModelConfig) -> peft.LoraConfig:
         adapters = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules)
     else:
         default = peft.LoraConfig().to_dict()
-        for name, value in read_adapter_config(Path(lora.name_or_path)).items():
+        for name, value in read_json(Path(lora.name_or_path, "adapter_config.json")).items():
             if name not in PLAIN_FIELDS and value and value != default.get(name):
                 raise ValueError(
                     f"--model.name_or_path {lora.name_or_path}: its adapter_config.json sets {name} to {value!r}; "
@@ -128,15 +127,6 @@ def trained_parameters(policy: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
 
 
-def read_adapters(folder: Path) -> dict[str, Tensor]:
-    """The float32 weights of a PEFT folder by name; ValueError for a file that is missing or damaged."""
-    file = folder / "adapter_model.safetensors"
-    try:
-        return {name: values.float() for name, values in load_file(file).items()}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"--model.name_or_path: {file} does not load ({error}); download or copy it again") from error
-
-
 @torch.no_grad()
 def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
     """Set a model's adapters to the values in a PEFT folder; without a folder, A is random, as in PEFT, and B is 0."""
@@ -148,7 +138,9 @@ def fill_adapters(policy: PreTrainedModel, source: str | None) -> None:
             if "lora_A" in name:
                 nn.init.kaiming_uniform_(values[name], a=math.sqrt(5), generator=generator)
     else:
-        saved = read_adapters(Path(source))
+        file = Path(source, "adapter_model.safetensors")
+        with named_damage(file):
+            saved = {name: weight.float() for name, weight in load_file(file).items()}
         if {name: v.shape for name, v in saved.items()} != {name: v.shape for name, v in values.items()}:
             raise ValueError(f"--model.name_or_path {source}: its adapters are not those of its adapter_config.json")
         values = saved

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from pspo.config import DataConfig, LoraConfig, ModelConfig, require
+from pspo.files import read_json
 from pspo.tasks.files import read_text
 
 ASSETS = Path(__file__).parents[1] / "assets"
@@ -35,15 +35,6 @@ def locate(name_or_path: str) -> str:
     return name_or_path
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """PEFT's configuration of a folder of adapters; ValueError if the file is damaged."""
-    file = folder / "adapter_config.json"
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"--model.name_or_path: {file} is damaged: {error}") from error
-
-
 def resolve_adapters(config: ModelConfig) -> ModelConfig:
     """The configuration; if --model.name_or_path is a PEFT folder, that of its base model with these adapters."""
     folder = Path(config.name_or_path)
@@ -51,7 +42,7 @@ def resolve_adapters(config: ModelConfig) -> ModelConfig:
         rule = "must be unset with a PEFT folder, which brings its own"
         require(config.lora == LoraConfig(), "model.lora", rule, config.lora)
         require(config.revision is None, "model.revision", rule, config.revision)
-        peft_config = read_adapter_config(folder)
+        peft_config = read_json(folder / "adapter_config.json")
         base = peft_config.get("base_model_name_or_path")
         require(base, "model.name_or_path", "must be a PEFT folder that names its base model", str(folder))
         adapters = LoraConfig(name_or_path=str(folder))
@@ -67,9 +58,7 @@ def find_default_lr(config: ModelConfig) -> float:
     The paper uses 1e-6 for Qwen2.5-0.5B and -1.5B. LoRA is best at ten times the rate (Schulman et al. 2025).
     """
     config = resolve_adapters(config)
-    folder = ASSETS / config.name_or_path
-    if not folder.is_dir():
-        folder = Path(config.name_or_path)
+    folder = Path(locate(config.name_or_path))
     is_tiny = 0 < sum(file.stat().st_size for file in folder.glob("*.safetensors")) < TINY_BYTES
     if config.has_adapters:
         return 3e-4 if is_tiny else 1e-5
@@ -143,16 +132,6 @@ def room_for_prompts(config: ModelConfig, max_completion_tokens: int, switch: st
         positions = rope["original_max_position_embeddings"]
     require(positions > max_completion_tokens, switch, f"must be below {positions} positions", max_completion_tokens)
     return positions - max_completion_tokens
-
-
-def set_dropout(model_config: PretrainedConfig, rates: PretrainedConfig | None = None) -> PretrainedConfig:
-    """The configuration itself, with every dropout set to 0, or to the rate in the configuration ``rates``."""
-    text_rates = None if rates is None else rates.get_text_config()
-    for part, other in ((model_config, rates), (model_config.get_text_config(), text_rates)):
-        for name, value in vars(part).items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith(("pdrop", "layerdrop"))):
-                setattr(part, name, getattr(other, name, 0.0))
-    return model_config
 
 
 def token_ids(

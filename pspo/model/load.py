@@ -10,20 +10,14 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pspo import distributed as dist
 from pspo.config import DistributedConfig, ModelConfig, require
 from pspo.model.adapters import adapter_config, add_adapters, fill_adapters, has_adapters, save_adapters
 from pspo.model.device import casts_to_bf16, set_variables
-from pspo.model.find import load_model_config, load_pretrained, resolve_adapters, set_dropout, stop_token_ids
+from pspo.model.find import load_model_config, load_pretrained, resolve_adapters, stop_token_ids
 from pspo.model.linear import use_fast_products
 
 transformers.utils.logging.disable_progress_bar()  # its bar for loading weights would stand above ours
@@ -34,7 +28,7 @@ def load_policy(
 ) -> PreTrainedModel:
     """The model, ready to train, by default on this process's GPU if it has one; with LoRA, only adapters train.
 
-    Dropout is off, because old and new log-probs must come from one function; saved models keep its rates. Weights are
+    It is in evaluation mode, without dropout, because old and new log-probs must come from one function. Weights are
     float32 by default, because a step of 1e-6 vanishes in bfloat16. Under fsdp2 each rank reads the whole model into
     host memory, and keeps its shards. Raises ValueError if the model cannot be found, or its weights are
     not those that its config.json describes.
@@ -42,47 +36,41 @@ def load_policy(
     config = resolve_adapters(config)
     device = device or dist.local_device()
     adapters = adapter_config(config) if config.has_adapters else None
-    model_config = load_model_config(config)
     is_sharded = distributed is not None and distributed.strategy == "fsdp2"
     if is_sharded:
         trains_bf16 = config.dtype == "bfloat16" and not config.has_adapters
         require(not trains_bf16, "model.dtype", "must be float32 under fsdp2 unless LoRA is used", config.dtype)
-    policy = read_policy(config, set_dropout(copy.deepcopy(model_config)), weights_dtype(config, device))
+    policy = read_policy(config, weights_dtype(config, device))
     if adapters is not None:
         add_adapters(policy, adapters)
     if is_sharded:
         dist.shard(policy, torch.bfloat16 if casts_to_bf16(config.autocast, device) else None)
     else:
         policy.to(device)
-    set_dropout(policy.config, rates=model_config)  # for saved models; the layers keep none
     prepare_policy(policy, config)
     if config.has_adapters:
         fill_adapters(policy, config.lora.name_or_path)
     return policy
 
 
-def read_policy(config: ModelConfig, model_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def read_policy(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model with its weights on the CPU; ValueError if they are not those that its config.json describes."""
     policy, loading = load_pretrained(
         AutoModelForCausalLM,
         config,
-        config=model_config,
+        config=load_model_config(config),
         dtype=dtype,
         attn_implementation=config.attn_implementation,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    broken = [name for name, weight in policy.named_parameters() if not weight.sum().isfinite()]  # NaN stays in a sum
-    faults = {
-        "its weights lack": loading["missing_keys"],  # they would be random
-        "its config.json describes other shapes of": [name for name, *_ in loading["mismatched_keys"]],
-        "its config.json describes a model without its weights": loading["unexpected_keys"],
-        "not all numbers are finite in its weights": broken,
-    }
     source = f"--model.name_or_path {config.name_or_path}"
-    for fault, names in faults.items():
-        if names:
-            raise ValueError(f"{source}: {fault} {', '.join(sorted(names)[:3])}")
+    mismatched = [name for name, *_ in loading["mismatched_keys"]]
+    broken = [name for name, weight in policy.named_parameters() if not weight.sum().isfinite()]  # NaN stays in a sum
+    names = sorted({*loading["missing_keys"], *loading["unexpected_keys"], *mismatched, *broken})
+    if names:
+        fault = "its weights are not those that its config.json describes, or not finite"
+        raise ValueError(f"{source}: {fault}: {', '.join(names[:3])}; download or save it again")
     if getattr(policy, "is_quantized", False):
         raise ValueError(f"{source} is quantised: use it unquantised")
     if has_adapters(policy):  # transformers has found adapters, and frozen them

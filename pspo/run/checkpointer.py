@@ -19,8 +19,7 @@ from pspo import files
 from pspo.cli.parse import Settings, differences, read_config
 from pspo.config import ModelConfig, TrainConfig
 from pspo.errors import RunFailed
-from pspo.model import fill_adapters, has_adapters, load_model_config
-from pspo.model.find import read_adapter_config
+from pspo.model import fill_adapters, has_adapters
 from pspo.model.load import read_policy, write_model
 from pspo.rollout import Experience, Rollout
 from pspo.rollout.types import Nucleus
@@ -164,7 +163,8 @@ def load_weights(policy: PreTrainedModel, config: ModelConfig, folder: Path) -> 
         raise misfit
     if has_adapters(policy):
         base = policy.peft_config["default"].base_model_name_or_path
-        if Path(read_adapter_config(folder)["base_model_name_or_path"]).resolve() != Path(base).resolve():
+        saved_base = files.read_json(folder / "adapter_config.json")["base_model_name_or_path"]
+        if Path(saved_base).resolve() != Path(base).resolve():
             raise misfit
         try:
             fill_adapters(policy, str(folder))
@@ -172,7 +172,7 @@ def load_weights(policy: PreTrainedModel, config: ModelConfig, folder: Path) -> 
             raise misfit from error
     else:
         saved = replace(config, name_or_path=str(folder), revision=None)
-        weights = read_policy(saved, load_model_config(saved), policy.dtype).state_dict()
+        weights = read_policy(saved, policy.dtype).state_dict()
         present = policy.state_dict()
         if {name: values.shape for name, values in weights.items()} != {name: p.shape for name, p in present.items()}:
             raise misfit
