@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer
 
 from pspo.model import to_device
 from pspo.rollout.decode import GPU_CHECK_EVERY, Prefill, cache_dtype, next_logits, prefill
-from pspo.rollout.drawing import draw_tokens, set_torch_states, torch_states
+from pspo.rollout.drawing import draw_tokens
 from pspo.rollout.types import Completions, Padded, Sampling
 
 MIN_ROWS = 8  # fewest rows of a graph: fewer are hardly faster
@@ -89,7 +89,8 @@ class GraphDecoder:
         self.length = torch.zeros(1, dtype=torch.long, device=device)  # tokens drawn
         self.completions = torch.zeros(rows, limit, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, limit, device=device)
-        self.graphs: dict[tuple[int, bool, int, str], torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[tuple[int, bool, int, str], torch.cuda.CUDAGraph | None] = {}  # None until it is captured
+        self.pool: tuple[int, int] | None = None  # memory of all graphs, which never run at the same time
 
     def fits(self, prefilled: Prefill, *size: int) -> bool:
         """True if the buffers are large enough, and of the dtype of the keys."""
@@ -160,40 +161,19 @@ class GraphDecoder:
         self.ended[:n] |= to_device(has_stop, self.ended.device)[self.rows[:n]]
 
     def advance(self, model: PreTrainedModel, n: int, sampling: Sampling) -> None:
-        """Draw one more token for the first n rows: on a GPU by a graph, on a CPU by `step` itself."""
-        if self.tokens.device.type != "cuda":
-            self.step(model, n, sampling)
-            return
+        """Draw one more token for the first n rows: on a GPU by a graph, but for the first token of each kind."""
         key = (n, *self.kind)
-        if key not in self.graphs:
-            self.graphs[key] = self.capture(model, n, sampling)
-        self.graphs[key].replay()
-
-    def capture(self, model: PreTrainedModel, n: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
-        """Capture a step, after steps on another stream, as CUDA requires; what these steps change is restored."""
-        counters = (self.positions, self.visible, self.column, self.length)
-        changed = (*counters, self.tokens, self.ended, self.completions, self.logprobs)
-        saved = [buffer.clone() for buffer in changed]
-        states = torch_states(self.tokens.device)
-
-        def restore() -> None:
-            for buffer, values in zip(changed, saved, strict=True):
-                buffer.copy_(values)
-            set_torch_states(states, self.tokens.device)
-
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.step(model, n, sampling)
-                restore()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self.graphs.values())).pool() if self.graphs else None  # graphs never run at the same time
-        with torch.cuda.graph(graph, pool=pool):
+        if self.tokens.device.type != "cuda" or key not in self.graphs:
             self.step(model, n, sampling)
-        restore()
-        return graph
+            self.graphs[key] = None
+            return
+        if self.graphs[key] is None:  # a capture needs a step before it, and computes and draws nothing itself
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                self.step(model, n, sampling)
+            self.graphs[key] = graph
+            self.pool = graph.pool()
+        self.graphs[key].replay()
 
     def step(self, model: PreTrainedModel, n: int, sampling: Sampling) -> None:
         """Pass the tokens drawn last through the model, and draw the next token of each of the first n rows."""
