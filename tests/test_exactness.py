@@ -11,10 +11,10 @@ from processes import run_command
 from test_logprobs import gradients, make_groups, make_rows
 
 from pspo.config import ModelConfig, RolloutConfig
-from pspo.model import CACHE_ARGUMENT, token_logprobs
+from pspo.model import CACHE_ARGUMENT, takes_visible_columns, token_logprobs
 from pspo.model.find import room_for_prompts
 from pspo.rollout import generate, make_sampling
-from pspo.rollout.sampler import check_decoding, fault_for_graphs
+from pspo.rollout.sampler import check_decoding
 from pspo.train import main
 
 IN_CI = "bart bloom cohere deepseek_v3 gemma3_text gpt2 gpt_oss gptj lfm2 llama llama4_text mamba mixtral qwen3_next"
@@ -39,7 +39,7 @@ def test_exact_or_refused(model_folder, load, tokenizer, name):
         return
     sampling = check(policy, tokenizer)
     assert sampling.decoder == outcome
-    for decoder in {outcome, "graphs"} if fault_for_graphs(policy, nucleus=False) is None else {outcome}:
+    for decoder in {outcome, "graphs"} if takes_visible_columns(policy) else {outcome}:
         greedy = replace(sampling.greedy(), decoder=decoder)
         drawn = generate(policy, tokenizer, [[60, 61, 62, 63, 64, 65, 66, 67, 68], [5]], greedy, group_size=2)
         for i in range(len(drawn)):

@@ -197,29 +197,19 @@ def find_decoder(model: PreTrainedModel, decoder: Decoder, logprobs: bool, nucle
 
     Prints why auto takes a slower decoder, in one line. Raises ValueError if the decoder cannot draw from the model.
     """
-    no_plain_cache = None if has_plain_cache(model) else f"it does not support {type(model).__name__}'s cache"
+    can_graph = takes_visible_columns(model) and not dist.is_sharded(model) and not nucleus
     faults = {
-        "graphs": no_plain_cache or fault_for_graphs(model, nucleus),
-        "pspo": no_plain_cache,
-        "hf": "it records no log-probs (--algorithm.correction) and no nucleus" if logprobs or nucleus else None,
+        "graphs": "" if can_graph else "graphs need full sdpa attention in every layer, no fsdp2 and no nucleus replay",
+        "pspo": "" if has_plain_cache(model) else f"pspo does not support {type(model).__name__}'s cache",
+        "hf": "hf records no log-probs (--algorithm.correction) and no nucleus" if logprobs or nucleus else "",
     }
-    if decoder != "auto":
-        if faults[decoder]:
-            raise ValueError(f"--rollout.decoder {decoder}: {faults[decoder]}; choose auto")
-        return decoder
-    wanted = ["graphs", "pspo", "hf"] if model.device.type == "cuda" else ["pspo", "hf"]
-    able = [name for name in wanted if faults[name] is None]
+    wanted = [decoder]
+    if decoder == "auto":
+        wanted = ["graphs", "pspo", "hf"] if model.device.type == "cuda" else ["pspo", "hf"]
+    able = [name for name in wanted if not faults[name]]
     if not able:
-        raise ValueError(f"--rollout.decoder auto: {faults['pspo']}; nor does hf do: {faults['hf']}")
+        reasons = "; ".join(faults[name] for name in wanted)
+        raise ValueError(f"--rollout.decoder {decoder}: {reasons}; choose another decoder or model")
     if faults[wanted[0]]:
         print(f"decoder  {able[0]}: {faults[wanted[0]]}")
     return able[0]
-
-
-def fault_for_graphs(model: PreTrainedModel, nucleus: bool) -> str | None:
-    """The reason why CUDA graphs cannot draw from the model; None if they can."""
-    if not takes_visible_columns(model):
-        return "graphs need sdpa attention, and full attention in every layer"
-    if dist.is_sharded(model):
-        return "graphs need weights that stay where they are, not fsdp2's"
-    return "graphs record no nucleus (--algorithm.nucleus replay)" if nucleus else None
