@@ -27,7 +27,6 @@ from pspo.rollout import Sampling
 from pspo.rollout.engine import EngineError
 from pspo_vllm.vllm import TESTED, TOLERANCES, Row, engine_dtype, pad_rows, sampling_params, weights_of_files
 
-CHUNK_BYTES = 2**26  # size of the weights in one request
 SECONDS_TO_CONNECT = 10.0
 
 
@@ -73,23 +72,13 @@ class Servers:
         for path, body in push_requests(policy, name):
             if dist.is_main() and failure is None:
                 try:
-                    self.threads.map(partial(self.update, path=path, body=body), self.urls)
+                    self.threads.map(partial(self.call, path=path, body=body), self.urls)
                 except EngineError as error:
                     failure = str(error)
         failure = dist.gather_objects(failure)[0]
         if failure is not None:
             raise EngineError(failure)
         self.version = name
-
-    def update(self, url: str, path: str, body: dict[str, Any]) -> None:
-        """Send a request of a push; if a killed trainer left an update unfinished, finish this update first."""
-        try:
-            self.call(url, path, body)
-        except EngineError:
-            if path != "/start_weight_update":
-                raise
-            self.call(url, "/finish_weight_update", {})
-            self.call(url, path, body)
 
     def begin(self, prompts: Sequence[Sequence[int]], sampling: Sampling, group_size: int) -> None:
         """Request all completions; every prompt gets a seed from torch's global generator."""
@@ -140,21 +129,9 @@ def push_requests(policy: transformers.PreTrainedModel, name: str) -> Iterator[t
     """Yield the requests (path, body) that give a server the weights under this name; all ranks gather the weights."""
     yield "/pause?mode=wait", {}  # waits until all requested completions are drawn, and empties the caches
     yield "/start_weight_update", {}
-    for tensors in chunks(weights_of_files(policy)):
-        file = b64encode(safetensors.torch.save(tensors)).decode() if dist.is_main() else ""
+    for layer in weights_of_files(policy):
+        file = b64encode(safetensors.torch.save(layer)).decode() if dist.is_main() else ""
         yield "/update_weights", {"update_info": {"safetensors": file}}
     yield "/finish_weight_update", {}
     yield "/update_weight_version", {"new_version": name}
     yield "/resume", {}
-
-
-def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield the weights on the CPU, about CHUNK_BYTES at a time."""
-    chunk: dict[str, Tensor] = {}
-    for name, tensor in weights:
-        chunk[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)  # tied weights come twice
-        if sum(tensor.nbytes for tensor in chunk.values()) >= CHUNK_BYTES:
-            yield chunk
-            chunk = {}
-    if chunk:
-        yield chunk

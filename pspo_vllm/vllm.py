@@ -1,7 +1,7 @@
 """Rollouts by vLLM, in a process of its own: token ids and weights go in, token ids and their log-probs come out.
 
 The process has no part in the trainer's ranks, threads and torch settings, and dies with the trainer. Weights are
-streamed tensor by tensor through host memory. Log-probs come from the engine's own logits at the temperature, before
+streamed layer by layer through host memory. Log-probs come from the engine's own logits at the temperature, before
 processors and nucleus, like the log-probs of `pspo.rollout.decode`.
 """
 
@@ -84,8 +84,8 @@ class VLLM:
         weights = weights_of_files(policy)
         try:
             self.send("push")
-            for name, tensor in weights:
-                self.send(safetensors.torch.save({name: tensor.cpu().contiguous()}))
+            for layer in weights:
+                self.send(safetensors.torch.save(layer))
             self.send(None)
             self.receive()
         finally:
@@ -158,8 +158,8 @@ def engine_dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 @torch.no_grad()
-def weights_of_files(policy: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield `merged_weights`, gathered, with names and shapes as in files: in memory, transformers may fuse experts.
+def weights_of_files(policy: transformers.PreTrainedModel) -> Iterator[dict[str, Tensor]]:
+    """Yield `merged_weights` by layer, gathered on the CPU, with names and shapes as in files: no experts are fused.
 
     A tied weight comes under both of its names: without both, vLLM draws from a different head.
     """
@@ -169,8 +169,9 @@ def weights_of_files(policy: transformers.PreTrainedModel) -> Iterator[tuple[str
         return re.match(r"(.*?\.\d+\.)?", named_weight[0])[0]
 
     for _, layer in groupby(merged_weights(policy), layer_prefix):
-        weights = {name: dist.full_tensor(weight) for name, weight in layer}
-        yield from revert_weight_conversion(policy, weights).items()
+        gathered = {name: dist.full_tensor(weight) for name, weight in layer}
+        weights = revert_weight_conversion(policy, gathered).items()
+        yield {name: weight.to("cpu", copy=True, memory_format=torch.contiguous_format) for name, weight in weights}
 
 
 def sampling_params(prompts: int, sampling: Sampling, group_size: int) -> list[dict[str, Any]]:

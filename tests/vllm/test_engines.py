@@ -59,7 +59,7 @@ def test_an_engine_that_dies_ahead_loses_nothing_that_was_trained(capsys):
 
 
 def test_a_death_is_raised_past_an_answer_that_nobody_awaits_and_after_the_last_weight(monkeypatch):
-    weights = iter([("a", torch.ones(1)), ("b", torch.ones(1))])
+    weights = iter([{"a": torch.ones(1)}, {"b": torch.ones(1)}])
     monkeypatch.setattr("pspo_vllm.vllm.weights_of_files", lambda policy: weights)
     engine = VLLM()
     engine.connection, other_end = Pipe()

@@ -129,21 +129,19 @@ def expected(prompts: int = 6) -> tuple[list[list[int]], list[list[float]]]:
 
 def test_prompts_are_spread_and_their_order_is_kept(servers, policy):
     servers[0].before = lambda path: path.endswith("generate") and time.sleep(0.3)  # it answers last
-    servers[0].updating = True  # of a trainer that was killed in a push
     with engine_of(servers) as engine:
         engine.push(policy, 0)
         assert drawn_by(engine) == expected()
     assert [len(server.seeds) for server in servers] == [3, 3]
 
 
-def test_what_is_pushed_to_servers_are_the_weights_of_files(servers, policy, monkeypatch):
-    monkeypatch.setattr("pspo_vllm.servers.CHUNK_BYTES", 2**18)  # several
+def test_what_is_pushed_to_servers_are_the_weights_of_files(servers, policy):
     with engine_of(servers) as engine:
         engine.push(policy, 3)
         names = {server.version for server in servers}
         assert names == {engine.version}
         assert engine.version.endswith("-3")
-        for name, weight in weights_of_files(policy):
+        for name, weight in [named for layer in weights_of_files(policy) for named in layer.items()]:
             assert all(torch.equal(server.weights[name], weight) for server in servers)
         for server in servers:
             server.weights = {}
@@ -202,6 +200,6 @@ def test_of_several_ranks_one_pushes_and_all_draw_or_raise(servers, policy):
 
     assert ranks(draw) == [0, 0]
     assert len({server.version for server in servers}) == 1
-    for name, weight in weights_of_files(policy):
+    for name, weight in [named for layer in weights_of_files(policy) for named in layer.items()]:
         assert all(torch.equal(server.weights[name], weight) for server in servers)
     assert [len(server.seeds) for server in servers] == [6, 6]

@@ -161,7 +161,7 @@ def test_what_is_pushed_is_what_a_file_would_hold(name, tmp_path):
     """Engines know the names and shapes of files: there a mixture's experts are not fused, for one."""
     model = tiny(name)
     model.save_pretrained(tmp_path)
-    pushed = dict(weights_of_files(model))
+    pushed = dict(named for layer in weights_of_files(model) for named in layer.items())
     for weight, saved in load_file(tmp_path / "model.safetensors").items():
         torch.testing.assert_close(pushed[weight], saved, rtol=0, atol=0)
 
