@@ -48,16 +48,12 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]
 
 def write_tokens(run: Path, step: int, parts: list[dict[str, Any]]) -> None:
     """Write the file of the rollout that ends with this step, from the columns (n,) that each process computed."""
-    import pyarrow as pa  # slow to import
-    import pyarrow.parquet as parquet
+    import pandas as pd  # slow to import
+    import pyarrow as pa
 
-    schema = pa.schema(list(COLUMNS.items()))
-    tables = []
-    for columns in parts:
-        missing = pa.nulls(len(columns["row"]))
-        tables.append(pa.table({name: columns.get(name, missing) for name in COLUMNS}).cast(schema))
+    table = pd.concat(map(pd.DataFrame, parts)).reindex(columns=list(COLUMNS))
     path = run / TOKENS / f"step-{step:06d}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")  # readers of the folder ignore hidden files
-    parquet.write_table(pa.concat_tables(tables), temporary, compression="zstd")
+    table.to_parquet(temporary, index=False, schema=pa.schema(list(COLUMNS.items())), compression="zstd")
     temporary.rename(path)
