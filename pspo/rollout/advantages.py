@@ -77,24 +77,20 @@ def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "no
     all_equal = ((groups == highest) | unknown).all(dim=1, keepdim=True)  # exactly 0: a rounded mean leaves noise
     mean = groups.nanmean(dim=1, keepdim=True)  # (B / G, 1)
     advantages = groups - mean
-    if scale != "none":
-        advantages = _scale(advantages, groups, mean, scale, eps)
-    return torch.where(all_equal | unknown, 0.0, advantages).flatten()
-
-
-def _scale(advantages: Tensor, groups: Tensor, mean: Tensor, scale: str, eps: float) -> Tensor:
     if scale == "group":
-        return advantages / (_std(groups) + eps)
-    if scale == "batch":
-        return advantages / (_std(dist.concat_over_ranks(groups).view(1, -1)) + eps)
-    if scale == "rloo":
-        n = (~groups.isnan()).sum(dim=1, keepdim=True).to(groups.dtype)
-        return advantages * (n / (n - 1).clamp(min=1))
-    if scale == "maxrl":
+        advantages = advantages / (_std(groups) + eps)
+    elif scale == "batch":
+        advantages = advantages / (_std(dist.concat_over_ranks(groups).view(1, -1)) + eps)
+    elif scale == "rloo":
+        n = (~unknown).sum(dim=1, keepdim=True).to(groups.dtype)
+        advantages = advantages * (n / (n - 1).clamp(min=1))
+    elif scale == "maxrl":
         if (groups < 0).any():
             raise ValueError("--algorithm.advantages maxrl divides by mean rewards: they must be at least 0")
-        return advantages / mean
-    raise ValueError(f"unknown advantage scale {scale!r}: choose none, group, batch, rloo or maxrl")
+        advantages = advantages / mean
+    elif scale != "none":
+        raise ValueError(f"unknown advantage scale {scale!r}: choose none, group, batch, rloo or maxrl")
+    return torch.where(all_equal | unknown, 0.0, advantages).flatten()
 
 
 def gdpo(
