@@ -175,12 +175,10 @@ class Rollout:
 
 
 def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
-    """The rows of all rollouts, one after the other; ValueError if only some of the rollouts have a field."""
+    """The rows of all rollouts, one after the other; all must have the same fields."""
     joined = {}
     for part in fields(Rollout):
         values = [getattr(rollout, part.name) for rollout in parts]
-        if any((value is None) != (values[0] is None) for value in values):
-            raise ValueError(f"cannot join rollouts with and without {part.name}")
         if isinstance(values[0], Nucleus):
             ids = [row for nucleus in values for row in nucleus.ids]
             joined[part.name] = Nucleus(ids, cat_padded([nucleus.counts for nucleus in values]))
@@ -189,7 +187,7 @@ def join(parts: Sequence[Rollout], pad_id: int = 0) -> Rollout:
         elif part.metadata and values[0] is not None:
             filler = pad_id if values[0].dtype == torch.long else 0
             joined[part.name] = cat_padded(values, filler, part.metadata["side"])
-        elif values[0] is not None:
+        elif any(value is not None for value in values):
             joined[part.name] = torch.cat(values)
     return Rollout(**joined)
 
