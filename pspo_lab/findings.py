@@ -39,15 +39,14 @@ def course_of(metrics: pd.DataFrame) -> Course:
     return Course(rollouts, pd.Series(first), pd.Series(last))
 
 
-def find(metrics: pd.DataFrame, config: dict[str, Any], summary: dict[str, Any]) -> list[Finding]:
-    """Findings about a run, worst first, from its metrics by rollout, switches, and summary ({} while it trains)."""
+def find(metrics: pd.DataFrame, config: dict[str, Any]) -> list[Finding]:
+    """Findings about a run, worst first, from its metrics by rollout and its switches."""
     if len(metrics) < FEWEST:
         return []
     course = course_of(metrics)
     findings: list[Finding] = []
     for check in (check_failures, check_signal, check_completions, check_movement, check_rewards):
         findings += check(course, config)
-    findings += check_best_model(summary)
     if "trainer" in config:  # another trainer, whose switches have different names
         findings = [finding._replace(advice=re.sub(r"--\w+\.", "", finding.advice)) for finding in findings]
     return sorted(findings, key=lambda finding: -finding.severity)
@@ -146,15 +145,3 @@ def check_rewards(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
         text = f"the validation reward rose from {first.validation_reward:.2f} to {last.validation_reward:.2f}"
         text += f" while its accuracy fell from {first.validation_accuracy:.2f} to {last.validation_accuracy:.2f}"
         yield Finding(3, text, "the policy may be exploiting the reward: read its best-paid completions")
-
-
-def check_best_model(summary: dict[str, Any]) -> Iterator[Finding]:
-    """A best model from the first half of the run."""
-    step = summary.get("best_step")
-    validation = summary.get("validation") or {}
-    if step is None or not validation.get("final") or step >= summary.get("optimizer_steps", 0) / 2:
-        return
-    best, final = (validation[name]["validation_reward"] for name in ("best", "final"))
-    if None not in (best, final) and final < best - 0.02:  # None: no reward was known
-        text = f"the best model is step {step}'s ({best:.3f}); step {summary['optimizer_steps']}'s has {final:.3f}"
-        yield Finding(2, text, "fewer steps, or a lower --optimizer.lr")

@@ -9,12 +9,11 @@ The page is one HTML file that asks no host for anything. Charts are uPlot's (ht
 
 import argparse
 import base64
-import contextlib
 import gzip
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,12 @@ import pandas as pd
 import torch
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
-from pyarrow import parquet
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from pspo.cli.values import class_names, load_yaml, read
 from pspo.endings import user_errors
-from pspo.evaluate.statistics import Number, as_text, measure_name
+from pspo.evaluate.statistics import measure_name
 from pspo.files import DAMAGE, numbered, read_json, read_jsonl, step_of, write_text
 from pspo.losses import Surrogate, token_weights
 from pspo.tasks.files import local_path, plain
@@ -46,7 +44,7 @@ FOLDER = Path(__file__).parent / "page"
 TOKEN_TYPES = COLUMNS | {"token_id": float}  # a run of another trainer may lack token ids
 NEWEST = ("reward", "validation_reward", "entropy", "kl_old_new", "truncated_share")  # in the table of runs
 MEASURES = ("mean_reward", "accuracy", "gold_anywhere")
-MOST_TOKENS = 24_000  # visits to tokens on a page, of all its runs together; beyond, rollouts are left out evenly
+MOST_BYTES = 800_000  # in the tokens.parquet of all runs on a page; beyond, rollouts are left out evenly
 MOST_SAMPLES = 8_000  # completions of each run on a page
 MOST_CHANGES = 200  # test problems whose reward changed, on a page
 
@@ -113,16 +111,10 @@ def describe_run(run: LabRun, label: str, varied: dict[str, str]) -> Record:
     step = int(newest["step"])
     progress = f"step {step} of {switches['run.max_steps']}" if switches.get("run.max_steps") else f"step {step}"
     about = [f"{Path(switches[MODEL]).name} on {switches[DATA]}", method, f"seed {run.seed}", progress]
-    before, after = (summary.get(stage) or {} for stage in ("before", "after"))
-    for name in MEASURES:
-        if name in before and name in after:
-            first, last = (as_text(name, Number(test[name])) for test in (before, after))
-            about.append(f"{measure_name(name)} {first} before, {last} after")
     row = {"method": method} | {short: switches.get(switch) for switch, short in varied.items()}
     row |= {"seed": run.seed, "step": step} | {name: newest.get(name) for name in NEWEST}
-    row |= {f"test {measure_name(name)}": after.get(name) for name in MEASURES}
-    seconds = run.metrics.filter(like="seconds/").sum().sum()
-    is_whole = seconds > 0 and not switches.get("run.fork_from")  # a fork counts its parent's tokens
+    for name, stage in product(MEASURES, ("before", "after")):
+        row[f"test {measure_name(name)} {stage}"] = (summary.get(stage) or {}).get(name)
     best = run.folder / "best/validation.json"
     return {
         "name": f"{label}, seed {run.seed}",
@@ -131,8 +123,8 @@ def describe_run(run: LabRun, label: str, varied: dict[str, str]) -> Record:
         "about": " · ".join(about),
         "curve": surrogate_curve(make_surrogate(switches)),
         "best_step": read_json(best)["step"] if best.is_file() else summary.get("best_step"),
-        "findings": [finding._asdict() for finding in find(run.metrics, switches, summary)],
-        "row": row | {"tokens/s": newest.get("tokens", np.nan) / seconds if is_whole else None},
+        "findings": [finding._asdict() for finding in find(run.metrics, switches)],
+        "row": row,
     }
 
 
@@ -157,12 +149,9 @@ def prompt_text(prompt: str | Messages) -> str:
 
 
 def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -> Record:
-    """Return the recorded groups of all runs, with visits to tokens; beyond `MOST_TOKENS`, of some rollouts only."""
+    """Return the recorded groups of all runs, with visits to tokens; beyond `MOST_BYTES`, of some rollouts only."""
     files = [{step_of(file): file for file in numbered(folder / TOKENS, ".parquet")} for folder in folders]
-    visits = 0
-    for file in (file for run_files in files for file in run_files.values()):
-        with contextlib.suppress(OSError, ValueError):  # `recorded_tokens` names a damaged file
-            visits += parquet.read_metadata(file).num_rows
+    size = sum(file.stat().st_size for run_files in files for file in run_files.values())
     groups = []
     left_out = 0
     for run, (folder, token_files) in enumerate(zip(folders, files, strict=True)):
@@ -170,7 +159,7 @@ def recorded_groups(folders: Sequence[Path], surrogates: dict[str, Surrogate]) -
             samples = read_jsonl(folder / "samples.jsonl")
             rollouts = grouped(samples, lambda sample: sample["step"])
             steps = sorted(rollouts)
-            every = max(1, math.ceil(visits / MOST_TOKENS), math.ceil(len(samples) / MOST_SAMPLES))
+            every = max(1, math.ceil(size / MOST_BYTES), math.ceil(len(samples) / MOST_SAMPLES))
             on_page = sorted({*steps[::every], *steps[-1:]})
             left_out += len(steps) - len(on_page)
             for step in on_page:

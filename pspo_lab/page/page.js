@@ -452,8 +452,7 @@ function drawTests() {
 
 const CHECKED = "Checked, from five rollouts on: skipped steps and missing rewards, groups without signal, format, "
   + "truncation, length, how far steps move, tokens without gradient, "
-  + "entropy, falling rewards, rewards without accuracy, "
-  + "an early best model.";
+  + "entropy, falling rewards, rewards without accuracy.";
 
 function drawFindings() {
   for (const setting of new Set(data.runs.map((run) => run.label))) {
@@ -500,7 +499,7 @@ function render() {
   charts = [];
   hideTip();
   const found = data.runs.reduce((sum, run) => sum + run.findings.length, 0);
-  const hidden = { runs: data.runs.length < 2, groups: !data.groups.length,
+  const hidden = { groups: !data.groups.length,
     tokens: !data.groups.some((group) => group.completions.some((one) => one.recorded)),
     tests: data.tests.every((tests) => !tests.shown.length) };
   const tabs = Object.entries(TABS).filter(([name]) => !hidden[name]);

@@ -160,12 +160,12 @@ def test_the_tests_of_a_run_are_sorted_by_reward(runs, first):
 def test_each_run_has_a_name_a_row_and_its_reward_first(runs, both):
     assert [run["name"] for run in both["runs"]] == ["Clip, seed 0", "Clip, seed 1"]
     for seed, run in enumerate(both["runs"]):
-        test = read_json(runs / f"seed-{seed}/summary.json")["after"]
-        assert re.search(f"reward .* before, {test['mean_reward']:.3f} after · accuracy", run["about"])
+        tests = read_json(runs / f"seed-{seed}/summary.json")
         row = run["row"]
         assert (row["method"], row["seed"], row["step"]) == ("Clip", seed, 8)
-        assert (row["test reward"], row["test accuracy"]) == (test["mean_reward"], test["accuracy"])
-        assert row["tokens/s"] > 0
+        for when in ("before", "after"):
+            assert row[f"test reward {when}"] == tests[when]["mean_reward"]
+            assert row[f"test accuracy {when}"] == tests[when]["accuracy"]
         assert row["reward"] == read_jsonl(runs / f"seed-{seed}/metrics.jsonl")[-1]["reward"]
 
 
