@@ -154,11 +154,3 @@ def test_recipes_filter_by_difficulty_and_adapt_the_entropy_bonus(recipes):
         resumed.load_state_dict(term.state_dict())
         term = resumed
     assert weights == pytest.approx([0.0, 0.1, 0.2, 0.0, 0.0])
-
-
-def test_a_subclass_of_a_term_does_not_inherit_that_it_is_silent_at_zero_advantage():
-    class Everywhere(OffPolicyMask):
-        pass
-
-    assert OffPolicyMask(1.0).silent_at_zero_advantage
-    assert not Everywhere(1.0).silent_at_zero_advantage

@@ -205,9 +205,7 @@ def test_learning_rates_by_closed_form(schedule, warmup):
 
 @dataclass(frozen=True)
 class Kept(NoClip):
-    """NoClip that does not say that it is silent where A = 0."""
-
-    silent_at_zero_advantage = False
+    """A subclass, which does not inherit NoClip's hint that rows with A = 0 may be left out."""
 
 
 def split(learner, rollout, advantages, config):

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pspo.losses.surrogates import as_rows, check_values, function_name
+from pspo.losses.surrogates import as_rows, function_name
 
 Aggregation = Literal["dapo", "grpo", "dr_grpo"]
 
@@ -33,19 +33,11 @@ class Counts:
     max_completion_tokens: int  # the configured limit (not the longest completion seen)
 
 
-def own_divisors(function: Callable[[Tensor, Counts], Tensor], mask: Tensor, counts: Counts) -> Tensor:
-    """Divisors (B, 1) or (B, T) from a user's function; raises SurrogateError unless they are above 0."""
-    name = f"--algorithm.aggregation {function_name(function)}"
-    divisors = as_rows(function(mask, counts), mask, name, fill=1.0)
-    check_values(divisors, divisors > 0, name, "above 0")
-    return divisors
-
-
 def aggregate(per_token_loss: Tensor, mask: Tensor, how: Aggregation | Callable, counts: Counts) -> Tensor:
     """Sum a microbatch's per-token loss (B, T) into its share of the minibatch's loss, a scalar."""
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1).float()  # (B, 1)
     if callable(how):
-        divisors = own_divisors(how, mask, counts)
+        divisors = as_rows(how(mask, counts), mask, f"--algorithm.aggregation {function_name(how)}", divisors=True)
     elif how == "dapo":
         divisors = torch.full_like(lengths, max(counts.tokens, 1))
     elif how == "grpo":

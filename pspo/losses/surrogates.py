@@ -24,19 +24,7 @@ from pspo.errors import SurrogateError
 MAX_LOG_RATIO = 20.0
 
 
-class SilentHint:
-    """``silent_at_zero_advantage``, a hint that a surrogate or term may give; subclasses do not inherit its value.
-
-    True says that loss and gradient are exactly 0 where A = 0: training leaves such rows out. False is always correct.
-    """
-
-    silent_at_zero_advantage = False
-
-    def __init_subclass__(cls) -> None:
-        cls.silent_at_zero_advantage = vars(cls).get("silent_at_zero_advantage", False)
-
-
-class Surrogate(SilentHint, ABC):
+class Surrogate(ABC):
     """Base of all surrogates; subclass it (as a frozen dataclass) to try a loss of your own.
 
     A call maps ``logprobs`` (B, T), ``old_logprobs`` (B, T), ``advantages`` (B, 1) or (B, T) and ``mask`` (B, T)
@@ -45,7 +33,12 @@ class Surrogate(SilentHint, ABC):
 
     A surrogate with ``state_dict`` and ``load_state_dict`` has a state, which checkpoints hold: rank 0's, or with
     ``per_rank = True`` every rank's. Training calls a surrogate on chunks of whole rows, and again if memory runs out.
+
+    Training leaves out rows with A = 0 if the classes of the surrogate and of all terms set
+    ``silent_at_zero_advantage = True``: loss and gradient are exactly 0 there. A subclass must set it again.
     """
+
+    silent_at_zero_advantage = False
 
     @abstractmethod
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor: ...
@@ -78,8 +71,8 @@ def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> N
         raise SurrogateError(f"{function_name(piece)} {fault}")
 
 
-def as_rows(values: Tensor, mask: Tensor, name: str, fill: float = 0.0) -> Tensor:
-    """(B, 1) or (B, T): the values per row or token that the function ``name`` returned; ``fill`` where masked."""
+def as_rows(values: Tensor, mask: Tensor, name: str, divisors: bool = False) -> Tensor:
+    """(B, 1) or (B, T): values per row or token that the function ``name`` returned; 0 (divisors: 1) where masked."""
     rows = len(mask)
     shape = tuple(mask.shape)
     if not isinstance(values, Tensor) or values.shape not in ((rows,), (rows, 1), shape):
@@ -89,15 +82,12 @@ def as_rows(values: Tensor, mask: Tensor, name: str, fill: float = 0.0) -> Tenso
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     values = values.detach().to(mask.device, dtype).view(rows, -1)
     known = mask if values.shape == mask.shape else mask.any(dim=1, keepdim=True)
-    values = values.where(known, fill)
-    check_values(values, values.isfinite(), name, "finite")
+    values = values.where(known, 1.0 if divisors else 0.0)
+    if not values.isfinite().all():
+        raise SurrogateError(f"{name} returned values that are not finite")
+    if divisors and not (values > 0).all():
+        raise SurrogateError(f"{name} returned values that are not above 0")
     return values
-
-
-def check_values(values: Tensor, ok: Tensor, name: str, rule: str) -> None:
-    """Raise SurrogateError unless all values that the function ``name`` returned are ok."""
-    if not ok.all():
-        raise SurrogateError(f"{name} returned {(~ok).sum()} of {values.numel()} values that are not {rule}")
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

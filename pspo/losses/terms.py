@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from pspo.losses.surrogates import SilentHint, as_rows, check, function_name, log_ratio, masked
+from pspo.losses.surrogates import as_rows, check, function_name, log_ratio, masked
 
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 KLEstimator = Literal["k1", "k2", "k3", "unbiased_k3"]
@@ -36,7 +36,7 @@ class LossInputs:
     step: int = 0  # optimizer steps taken so far
 
 
-class Term(SilentHint, ABC):
+class Term(ABC):
     """Base of the terms, which gives them short names on the command line; your own term may be any callable."""
 
     @abstractmethod

@@ -46,7 +46,8 @@ def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuff
     _, lengths = batch.lengths
     has_gradient = loss_tokens > 0
     pieces = (algorithm.surrogate, *config.loss_terms)
-    if all(getattr(piece, "silent_at_zero_advantage", False) for piece in pieces):
+    hint = "silent_at_zero_advantage"  # of the class itself: a subclass may add what is not silent
+    if all(hint in vars(type(piece)) and getattr(piece, hint) for piece in pieces):
         has_gradient = trained_rows(batch.rollout, batch.advantages, algorithm)
     groups = torch.arange(len(loss_tokens)).view(-1, config.rollout.group_size)
     if shuffled:
