@@ -16,14 +16,12 @@ from pspo_lab.power import MOST_SEEDS, estimate
 from pspo_lab.runs import read_problems
 from pspo_lab.settings import DATA, SEED, make_setting, read_switches
 
-ONE_SEED = """\
-[95%] and p: t-test of the differences over problems; where every problem counts 0 or 1, p is McNemar's exact test of
-the problems that only A : only B has. detects: the smallest difference that so many problems find at 80% power, of
-these two models: other seeds may differ by more."""
-SEVERAL = f"""\
-[95%] and p: t-test of the differences over seeds and problems, both taken as samples. detects: the smallest difference
-that so many seeds and problems find at 80% power; then the seeds that would find 1, 2, 5 points (of a reward
-0.01, 0.02, 0.05) on so many problems, "-" if no {MOST_SEEDS:,} would: take more problems.
+NOTE = f"""\
+[95%] and p: t-test of the differences over problems and, where there are several, seeds, both taken as samples; of one
+seed whose problems all count 0 or 1, p is McNemar's exact test of the problems that only A : only B has. detects: the
+smallest difference that so many seeds and problems find at 80% power; of one seed it is of these two models, and other
+seeds may differ by more. Then the seeds that would find 1, 2, 5 points (of a reward 0.01, 0.02, 0.05) on so many
+problems, "-" if no {MOST_SEEDS:,} would: take more problems.
 An evaluation beside several seeds is taken as it is: the chance of its own seed is not counted."""
 
 Files = dict[int | None, Path]  # of completions, by seed; None for an evaluation
@@ -32,8 +30,8 @@ Files = dict[int | None, Path]  # of completions, by seed; None for an evaluatio
 def main(args: Sequence[str] | None = None) -> None:
     """Print the differences B - A, paired by problem, and by seed where there are several."""
     parser = argparse.ArgumentParser("pspo compare", description=__doc__)
-    what = "two, each an evaluation, a finished run (its test after training), a .jsonl file of completions, or a "
-    what += "folder of runs that differ only in seed; or one run or such a folder: tests before and after training"
+    what = "two, each an evaluation, a finished run (its test after training), or a folder of runs that differ only in "
+    what += "seed; or one run or such a folder: tests before and after training"
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=what)
     paths = parser.parse_args(args).paths
     with user_errors("pspo compare"):
@@ -50,14 +48,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def completions_files(path: Path) -> Files:
     """Return files of completions by seed: of a finished evaluation, or of the tests after finished runs."""
-    folder = path.parent if path.name == "results.json" else path
-    if (folder / "results.json").exists():
-        return {None: folder / "completions.jsonl"}
-    if path.suffix == ".jsonl":
-        return {None: path}
+    if (path / "results.json").exists():
+        return {None: path / "completions.jsonl"}
     files = {}
     settings = set()
-    for summary in [folder / "summary.json"] if (folder / "summary.json").exists() else folder.rglob("summary.json"):
+    for summary in [path / "summary.json"] if (path / "summary.json").exists() else path.rglob("summary.json"):
         switches = read_switches(summary.parent)
         settings.add(make_setting(switches, ignore=(DATA,)))
         if switches[SEED] in files or len(settings) > 1:
@@ -91,7 +86,7 @@ def comparison(names: Sequence[str], a: Files, b: Files) -> str:
         title = f"T = {temperature}, {len(frames[0]):,} problems" + (f", {n_seeds} seeds" if n_seeds > 1 else "")
         rows = measure_rows(frames[: len(a)], frames[len(a) :])
         parts.append(table(title, pd.DataFrame.from_dict(rows, orient="index").dropna(axis="columns", how="all")))
-    return "\n\n".join([*parts, SEVERAL if n_seeds > 1 else ONE_SEED])
+    return "\n\n".join([*parts, NOTE])
 
 
 def measure_rows(a: Sequence[pd.DataFrame], b: Sequence[pd.DataFrame]) -> dict[str, dict[str, str | None]]:

@@ -38,7 +38,7 @@ def test_problems_are_paired(tmp_path, monkeypatch, capsys):
     right = {"A": {0, 1}, "B": {1, 2, 3, 4, 5, 6}}
     for name, correct in right.items():
         write_evaluation(tmp_path / name, [record(i, 0, i in correct) for i in range(7)])
-    compare("~/A", tmp_path / "B/results.json")
+    compare("~/A", tmp_path / "B")
     out = capsys.readouterr().out
     reference = ttest_rel([0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0, 0])
     low, high = (f"{100 * bound:.1f}" for bound in reference.confidence_interval())
