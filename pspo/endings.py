@@ -53,8 +53,12 @@ def save_at_end(run: Any) -> Iterator[None]:
     except UserCodeFailed as error:
         checkpointer.save_interrupted()
         raise UserCodeFailed(f"{error}\n\n{checkpointer.describe_newest()}") from error.__cause__
-    except (Exception, SystemExit) as error:  # raised in an update, whose surrogate may be a user's
-        if isinstance(error, RunFailed) or not (isinstance(error, UserCodeError) or user_frames(error)):
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        if isinstance(error, RunFailed) or is_out_of_memory(error):
+            raise
+        if dist.world_size() == 1:
+            checkpointer.save_interrupted()
+        elif not (isinstance(error, UserCodeError) or user_frames(error)):  # the loss of another rank, say
             raise
         raise UserCodeFailed(f"{user_traceback(error)}\n\n{checkpointer.describe_newest()}") from error
 

@@ -6,16 +6,18 @@
 | first SIGTERM or Ctrl-C | Stopped | the snapshot | stopped; how to go on | 75 |
 | second one; in an evaluation the first | KeyboardInterrupt; Stopped | nothing more | stopped; how to go on | 130 |
 | a reward, environment, advantage, callback or draw raises | UserCodeFailed | the snapshot | frames; how to go on | 1 |
-| a surrogate or term raises, or returns no loss of every token | UserCodeFailed | nothing more | the same | 1 |
+| a surrogate or term raises, or returns no loss of every token | UserCodeFailed | as below | the same | 1 |
 | an engine fails | EngineError, then RunFailed | the snapshot | its line; how to go on | 1 |
 | ten skipped steps in a row, weights not finite, a full disk | RunFailed | nothing more | the cause and a fix | 1 |
 | a wrong switch, file or model, before the first rollout | ValueError, OSError | nothing | one line, with the fix | 2 |
 | out of memory, with the fewest rows and tokens, too | RuntimeError | nothing more | switches to lower | 1 |
-| another rank is lost, a fault of pspo in a step | any other | nothing more | the traceback | 1 |
+| a fault of pspo in a single process | UserCodeFailed | as below | the traceback; how to go on | 1 |
+| another rank is lost, a fault of pspo in a step of several ranks | any other | nothing more | the traceback | 1 |
 
 The snapshot holds the parts' states when they last matched the weights, at the beginning of a rollout or validation: an
-unfinished rollout is drawn again. A run that has taken no step saves no snapshot. "Nothing more" means that earlier
-checkpoints stay. From Python the exceptions are raised, without exit codes.
+unfinished rollout is drawn again. A run that has taken no step saves no snapshot. An update of a single process saves
+it before the first step, any other update nothing more. "Nothing more" means that earlier checkpoints stay. From Python
+the exceptions are raised, without exit codes.
 """
 
 import os

@@ -1,12 +1,11 @@
 """SIGTERM and Ctrl-C: their effects on a run, on its forks and on processes that it starts."""
 
-import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -54,17 +53,6 @@ class StopSignals:
         self.error = None
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Raise Stopped in a `with` block that draws, as soon as a first signal comes, or has come before."""
-        self.is_drawing = True
-        try:
-            if self.error is not None:
-                raise self.error
-            yield
-        finally:
-            self.is_drawing = False
 
     def receive(self, number: int) -> None:
         self.error = Stopped()

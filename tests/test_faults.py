@@ -138,15 +138,21 @@ BAD = {  # switches, and what is shown
         ("--reward.on_error=none", "--rollout.prompts=1", "--reward.functions.rows=4"),
         "every completion of this rollout is without a reward: {'Bad': \"KeyError"
     ),
+    "a term": (
+        ("--reward.functions.rows=0", "--algorithm.terms=[light_rewards.failing_term]"), "KeyError: 'no such key'"
+    ),
     "drawn ahead": (("--rollout.engine=engines.Copy", "--rollout.lag=1"), "KeyError: 'no such key'"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case in ("raises", "in a validation") else pytest.mark.nightly) for case in BAD],
+    [
+        pytest.param(case, marks=[] if case in ("raises", "in a validation", "a term") else pytest.mark.nightly)
+        for case in BAD
+    ],
 )
-def test_a_reward_that_fails_saves_the_run_which_then_ends_as_if_nothing_had_happened(capsys, case):
+def test_own_code_that_fails_saves_the_run_which_then_ends_as_if_nothing_had_happened(capsys, case):
     """The failed attempt drew tokens and random numbers: those of the rollout's beginning are in the checkpoint."""
     switches, said = BAD[case]
     worker_pool.cache_clear()  # whose process is in another folder

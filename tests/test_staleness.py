@@ -5,7 +5,6 @@ import dataclasses
 import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +15,9 @@ import pspo.train
 from pspo.config import AlgorithmConfig
 from pspo.files import read_jsonl
 from pspo.losses import GSPO, PSPO
-from pspo.rollout import Experience, Prompts, group_relative_advantages
-from pspo.rollout.source import Ahead, Now, refill
+from pspo.rollout import Experience, How, PolicySampler, Prompts, group_relative_advantages
+from pspo.rollout.engine import EngineSampler
+from pspo.rollout.source import Now, refill
 from pspo.rollout.types import Nucleus, join
 from pspo.tasks import Reward
 from pspo.train import main
@@ -100,15 +100,18 @@ def test_kept_logprobs_are_the_first_visit_s_to_the_bit(tiny_model, surrogate):
         assert not kept[left_out].any()
 
 
+class DrawsNow(EngineSampler):
+    begin = complete = lambda *_: "drawn now"
+
+
 def test_a_rollout_that_was_drawn_ahead_is_handed_out_for_its_prompts_alone():
     rollout, _ = make_rollout(groups=2)
     ids = [ids[mask].tolist() for ids, mask in zip(rollout.prompt_ids[::G], rollout.prompt_mask[::G], strict=True)]
-    sampler = SimpleNamespace(asked=None, draw=lambda *_: "drawn now")
     for prompts in (ids, ids[::-1], ids[:1]):
-        source = Ahead(make_config(), None, sampler, None, None, None, None, {}, prefetched=rollout)
+        sampler = DrawsNow(None, None, PolicySampler(None), prefetched=rollout)
         expected = rollout if prompts is ids else "drawn now"
-        assert source.draw_rollout(Prompts([], prompts)) is expected
-        assert source.prefetched is None
+        assert sampler.draw(Prompts([], prompts), G, How(None)) is expected
+        assert sampler.prefetched is None
 
 
 # ---------------------------------------------------------------- resampling

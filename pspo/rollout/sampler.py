@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -42,6 +43,18 @@ class Sampler(Protocol):
         """Draw ``group_size`` completions of each prompt. A sharded model's weights must be gathered."""
 
 
+@contextmanager
+def interruptible(signals: StopSignals) -> Iterator[None]:
+    """Raise Stopped in a `with` block that draws, as soon as a first signal comes, or has come before."""
+    signals.is_drawing = True
+    try:
+        if signals.error is not None:
+            raise signals.error
+        yield
+    finally:
+        signals.is_drawing = False
+
+
 @dataclass(frozen=True)
 class PolicySampler:
     """Draws rollouts from a model, with `generate`."""
@@ -52,7 +65,11 @@ class PolicySampler:
     memory: Generators | None = None  # stores how many rows fit once memory has run out
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
-        with random_numbers(how.generators), autocast(self.autocast_mode, how.model.device), self.signals.drawing():
+        with (
+            random_numbers(how.generators),
+            autocast(self.autocast_mode, how.model.device),
+            interruptible(self.signals),
+        ):
             return generate(how.model, self.tokenizer, prompts.ids, how.sampling, group_size, self.memory)
 
 

@@ -23,6 +23,12 @@ def cat_padded(parts: Sequence[Tensor], value: float = 0, side: str = "right") -
     return pad_sequence([*chain(*parts)], batch_first=True, padding_value=value, padding_side=side)
 
 
+def write_rows(logprobs: Tensor, rows: Tensor, mask: Tensor, values: Tensor) -> None:
+    """Write values (b, t) into ``rows`` (b,) of log-probs (B, T); without an unmasked token the row is another's."""
+    if mask.any():
+        logprobs[to_device(rows, logprobs.device), : values.shape[1]] = values.to(logprobs)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Settings of the sampled distribution and of where completions end; `make_sampling` finds the stop tokens."""

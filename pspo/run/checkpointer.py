@@ -74,8 +74,8 @@ class Checkpointer:
         dist.run_on_main(write)
 
     def save_interrupted(self) -> None:
-        """Save the snapshot, if the run has taken a step and a snapshot matches the weights."""
-        if self.learner.steps and self.snapshot:
+        """Save the snapshot, if the run has taken a step, but none since the snapshot."""
+        if self.learner.steps and self.snapshot and self.snapshot["learner"]["steps"] == self.learner.steps:
             self.save_snapshot()
 
     def describe_newest(self) -> str:

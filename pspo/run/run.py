@@ -142,17 +142,16 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase. Outside an update, a stop or an exception on one rank is raised on all of them."""
+        """Time a phase. Outside an update, a stop or an exception on one of several ranks is raised on all of them."""
         self.recorder.bar.set_description_str(f"step, {name}")
         began = time.perf_counter()
-        with contextlib.nullcontext() if name == "train" else fail_together():
+        with fail_together() if self.learner.n_ranks > 1 and name != "train" else contextlib.nullcontext():
             yield
         seconds = self.recorder.rollout.seconds
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
     def conclude_rollout(self, experience: Experience, steps: list[dict[str, float]]) -> None:
         """Record a rollout and the metrics of the ``steps`` that it was trained by; validate and save if due."""
-        self.checkpointer.snapshot = {}  # it matches the weights before these steps
         self.recorder.record(experience, steps)
         self.close_rollout()
         if self.on_rollout is not None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from pspo.config import TrainConfig
 from pspo.model import autocast, to_device
-from pspo.rollout.types import Batch, Rollout
+from pspo.rollout.types import Batch, Rollout, write_rows
 from pspo.update.batching import Minibatch, halve_microbatches, make_batch, split_microbatches, split_minibatches
 from pspo.update.learner import Learner
 
@@ -74,9 +74,3 @@ def compute_logprobs(
             except RuntimeError as error:
                 halve_microbatches(learner, batch, microbatches, config, error)
     return logprobs
-
-
-def write_rows(logprobs: Tensor, rows: Tensor, mask: Tensor, values: Tensor) -> None:
-    """Write values (b, t) into ``rows`` (b,) of log-probs (B, T); without an unmasked token the row is another's."""
-    if mask.any():
-        logprobs[to_device(rows, logprobs.device), : values.shape[1]] = values.to(logprobs)

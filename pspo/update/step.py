@@ -17,10 +17,10 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
 from pspo.model import autocast, head_logprobs, hidden_states, row_chunks
-from pspo.rollout.types import Batch, Rollout
+from pspo.rollout.types import Batch, Rollout, write_rows
 from pspo.update.batching import Minibatch, halve_microbatches, make_batch, split_microbatches, split_minibatches
 from pspo.update.learner import Learner
-from pspo.update.old import old_logprobs, reference_logprobs, write_rows
+from pspo.update.old import old_logprobs, reference_logprobs
 from pspo.update.tokens import Visit, concat_columns, step_metrics, token_columns
 
 
