@@ -8,8 +8,7 @@ import math
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -116,23 +115,17 @@ def reward_name(function: Callable[..., Any]) -> str:
 
 
 @cache
-def async_runner() -> asyncio.Runner:
-    """The one event loop of all async rewards, so that a module's semaphores and clients stay usable."""
-    return asyncio.Runner()
-
-
-def run_async(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine, run in a thread that does not keep the process from exiting."""
-    future: Future[Any] = Future()
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The one event loop of all async rewards, in a thread: a module's semaphores and clients stay usable."""
+    loop = asyncio.new_event_loop()
 
     def run() -> None:
-        try:
-            future.set_result(async_runner().run(coroutine))
-        except BaseException as error:  # a user's code may raise anything
-            future.set_exception(error)
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # what a reward raises ends `run_forever`, too
+                loop.run_forever()
 
-    threading.Thread(target=run, name="async rewards", daemon=True).start()
-    return future.result()
+    threading.Thread(target=run, name="async rewards", daemon=True).start()  # does not keep the process from exiting
+    return loop
 
 
 def finite_number(value: Any, giver: str) -> float:
@@ -166,11 +159,8 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
     try:
         values = function(**arguments)
         if inspect.iscoroutine(values):
-            values = run_async(values)
-    except (SystemExit, KeyboardInterrupt) as error:
-        async_runner.cache_clear()  # the loop that was left still holds it
-        if isinstance(error, KeyboardInterrupt):
-            raise
+            values = asyncio.run_coroutine_threadsafe(values, event_loop()).result()
+    except SystemExit as error:
         raise RewardError(f"{name} called sys.exit({error.code!r})") from error
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
@@ -190,10 +180,19 @@ def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: i
         return error
 
 
-def group_values(
+def reward_values(
     function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
 ) -> tuple[Result, Exception | None]:
-    """Do what `reward_values` does by one call for each group, in worker processes if there are any."""
+    """Return n values, and the first error under on_error "none", where a group whose call fails is unknown (NaN).
+
+    The function is called once for all groups; in workers, or after that call has failed, once for each group.
+    """
+    if not scoring.in_workers:
+        result = attempt_reward(function, arguments, n)
+        if isinstance(result, Result):
+            return result, None
+        if scoring.on_error == "raise":
+            raise result
     calls = []
     for start in range(0, n, group_size):
         rows = slice(start, start + group_size)
@@ -214,22 +213,6 @@ def group_values(
             for key, column in result.logged.items():
                 whole.logged.setdefault(key, [None] * n)[start : start + group_size] = column
     return whole, first_error
-
-
-def reward_values(
-    function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
-) -> tuple[Result, Exception | None]:
-    """Return n values, and the first error under on_error "none", where a group whose call fails is unknown (NaN).
-
-    The function is called once for all groups; in workers, or after that call has failed, once for each group.
-    """
-    if not scoring.in_workers:
-        try:
-            return call_reward(function, arguments, n), None
-        except Exception:  # a user's code may raise anything
-            if scoring.on_error == "raise":
-                raise
-    return group_values(function, arguments, n, group_size, scoring)
 
 
 def unique_name(name: str, taken: Collection[str]) -> str:
