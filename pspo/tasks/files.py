@@ -145,10 +145,8 @@ def read_value(value: Any, kind: Any, feature: Any) -> Any:
     feature = feature.get("feature") if "_type" in feature and "feature" in feature else feature  # a list's items'
     if value is None:
         return None
-    if types.is_float16(kind):
-        return float(str(np.float16(value)))
-    if types.is_float32(kind):
-        return float(str(np.float32(value)))
+    if types.is_floating(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
     if types.is_struct(kind):
         return {part.name: read_value(value[part.name], part.type, feature.get(part.name)) for part in kind}
     if isinstance(value, list) and not types.is_map(kind):
