@@ -200,13 +200,10 @@ def hub_parts(source: Source) -> list[Part]:
     for config in source.configs:
         try:
             tables = datasets.load_dataset(source.hub_id, config, revision=source.revision)
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            named = {split: tables[split] for split in source.splits or tables}
+        except (OSError, ValueError, KeyError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             fix = "check --data.name and --data.hub, or set --data.path"
             raise ValueError(f"cannot load {source.hub_id} from the hub: {error!r}; {fix}") from error
-        for split in source.splits:
-            if split not in tables:
-                raise ValueError(f"--data.hub: {source.hub_id} has no split {split!r}, only {', '.join(tables)}")
-        named = {split: tables[split] for split in source.splits or tables}
         parts += table_parts(named, f"{source.hub_id} {config}" if config else source.hub_id)
     return parts
 
