@@ -144,7 +144,7 @@ def test_metrics_samples_and_summary(run):
         assert sample["reward"] in (0, 0.05, 1)
         assert "<|im" not in sample["completion"]
     for moment in ("before", "after"):
-        low, high = summary[moment]["ci95"]
+        low, high = summary[moment]["accuracy_ci95"]
         assert summary[moment]["n"] == 16
         assert 0 <= low <= summary[moment]["accuracy"] <= high <= 1
     assert summary["tokens"] == metrics[-1]["tokens"]
@@ -237,7 +237,7 @@ def test_evaluate(here, refused, monkeypatch):
     keys = [(completion["temperature"], completion["problem"], completion["sample"]) for completion in completions]
     assert keys == [(0, n, 0) for n in range(6)] + [(0.8, n, sample) for n in range(6) for sample in (0, 1)]
     for mine, result in zip((completions[:6], completions[6:]), results["temperatures"].values(), strict=True):
-        assert result["accuracy"]["value"] == pytest.approx(sum(record["correct"] for record in mine) / len(mine))
+        assert result["accuracy"] == pytest.approx(sum(record["correct"] for record in mine) / len(mine))
 
     assert "--run.output_dir results is there already: choose a new folder" in refused(evaluate, *args)
     evaluate(["--config", "results/config.yaml", "--run.output_dir=again"])

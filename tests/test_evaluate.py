@@ -13,7 +13,7 @@ import torch
 from pspo.config import RewardConfig
 from pspo.evaluate.__main__ import render
 from pspo.evaluate.evaluation import evaluate
-from pspo.evaluate.statistics import Number, interval, pass_at_k, read_numbers
+from pspo.evaluate.statistics import Number, breakdown, interval, pass_at_k, read_numbers, summarise
 from pspo.rollout import How, PolicySampler, Prompts, Rollout, Sampling, encode_prompts, left_pad
 from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, Reward, load_problems
 
@@ -51,6 +51,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
 SCRIPTED = PolicySampler(None)
 HOW = How(Sampling(stop_ids=[7], pad_id=0, temperature=1.0, top_p=1.0, max_completion_tokens=6, max_rows=4))
 LENGTHS = [3, 1, 5, 2, 4, 1, 2]
+ABOUT = {"model": "m", "data": "d", "split": "test", "n": 7}  # in results.json
 PROBLEMS = Prompts(  # problem i asks for 100 + i, and its prompt is a number of tokens i
     [Problem(f"problem {i}", Fraction(100 + i)) for i in range(7)], [[i] * n for i, n in enumerate(LENGTHS)]
 )
@@ -85,11 +86,11 @@ def scripted(monkeypatch):
 
 def test_records_are_in_problem_order_although_decoded_by_length(scripted):
     calls = scripted(lambda i, sample: f"sample {sample}\n#### {100 + i}")
-    result = evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig(), samples=2, max_tokens=33)
+    completions = evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig(), samples=2, max_tokens=33)
     assert calls == [[1, 1], [2, 2], [3], [4], [5]]  # rows of at most 33 tokens together
-    found = [(record["problem"], record["sample"], record["completion"]) for record in result.completions]
+    found = [(record["problem"], record["sample"], record["completion"]) for record in completions]
     assert found == [(i, sample, f"sample {sample}\n#### {100 + i}") for i in range(7) for sample in (0, 1)]
-    for i, record in enumerate(result.completions[::2]):
+    for i, record in enumerate(completions[::2]):
         assert (record["prompt"], record["gold"], record["tokens"]) == (f"problem {i}", f"{100 + i}", LENGTHS[i])
 
 
@@ -97,38 +98,37 @@ def test_every_mean(scripted):
     """Right in form; right without form; wrong in form; gold mentioned only; nothing; cut off; right to the 1e-6."""
     says = ["#### 100", "101", "#### 5", "103 or 104", "", None, "#### 106.0000005"]
     scripted(lambda i, sample: says[i])
-    result = evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig())
-    columns = {key: [record[key] for record in result.completions] for key in result.completions[0]}
+    completions = evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig())
+    columns = {key: [record[key] for record in completions] for key in completions[0]}
     assert columns["correct"] == [True, True, False, False, False, False, True]
     assert columns["contains_gold"] == [True, True, False, True, False, False, True]
     assert columns["reward"] == [1.0, 1.0, 0.05, 0.0, 0.0, 0.0, 1.0]
     assert columns["truncated"] == [False] * 5 + [True, False]
-    flat = result.record()
-    assert (flat["accuracy"], flat["ci95"]) == (pytest.approx(3 / 7), wilson(3, 7))
-    assert (flat["gold_anywhere"], flat["gold_anywhere_ci95"]) == (pytest.approx(4 / 7), wilson(4, 7))
-    assert flat["mean_reward_ci95"] == interval(np.array(columns["reward"]))
-    assert read_numbers(flat)["gold_anywhere"] == Number(flat["gold_anywhere"], wilson(4, 7))
-    assert result.results()["pass@1"] == {"value": pytest.approx(3 / 7), "ci95": wilson(3, 7)}
-    means = [flat[name] for name in ("mean_reward", "format_share", "truncated_share", "completion_tokens")]
+    result = summarise(completions)
+    assert (result["accuracy"], result["accuracy_ci95"]) == (pytest.approx(3 / 7), wilson(3, 7))
+    assert (result["gold_anywhere"], result["gold_anywhere_ci95"]) == (pytest.approx(4 / 7), wilson(4, 7))
+    assert result["mean_reward_ci95"] == interval(np.array(columns["reward"]))
+    assert not [name for name in result if "@" in name]  # of one sample they are the accuracy
+    assert result.items() >= summarise(completions, intervals=False).items()
+    means = [result[name] for name in ("mean_reward", "format_share", "truncated_share", "completion_tokens")]
     assert means == pytest.approx([3.05 / 7, 3 / 7, 1 / 7, (3 + 1 + 5 + 2 + 4 + 6 + 2) / 7])
 
 
 def test_several_samples_are_clusters_of_their_problem(scripted):
     right = np.array([0, 1, 2, 6, 3, 0, 6])  # of 6 samples
     scripted(lambda i, sample: f"#### {100 + i if sample < right[i] else 1}")
-    result = evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig(), samples=6).results()
-    assert result["accuracy"] == {"value": pytest.approx(18 / 42), "ci95": interval(right / 6)}
+    result = read_numbers(summarise(evaluate(SCRIPTED, HOW, PROBLEMS, RewardConfig(), samples=6)))
+    assert result["accuracy"] == Number(pytest.approx(18 / 42), interval(right / 6))
     rewards = (right + (6 - right) * 0.05) / 6
-    assert result["mean_reward"]["value"] == pytest.approx((18 + 24 * 0.05) / 42)
-    assert result["mean_reward"]["ci95"] == pytest.approx(interval(rewards))
+    assert result["mean_reward"] == Number(pytest.approx((18 + 24 * 0.05) / 42), pytest.approx(interval(rewards)))
     assert result["reward/MathReward"] == result["mean_reward"]
     ks = (1, 2, 4, 6)  # powers of 2, and all
     assert [name for name in result if "@" in name] == [*(f"pass@{k}" for k in ks), "maj@6"]
     for k in ks:
         each = np.array([pass_at_k(6, count, k) for count in right.tolist()])
         expected = interval(each) if k < 6 else wilson(5, 7)  # of 6 samples each problem is 0 or 1
-        assert result[f"pass@{k}"] == {"value": pytest.approx(each.mean()), "ci95": expected}
-    assert result["maj@6"]["value"] == pytest.approx(2.5 / 7)  # two all right, one right in half of its samples
+        assert result[f"pass@{k}"] == Number(pytest.approx(each.mean()), expected)
+    assert result["maj@6"].value == pytest.approx(2.5 / 7)  # two all right, one right in half of its samples
 
 
 def test_breakdowns(scripted):
@@ -136,17 +136,17 @@ def test_breakdowns(scripted):
     problems = [replace(problem, category=category, level=level) for category, level, problem in kinds]
     right = [2, 1, 0, 0, 2, 0, 1]  # of 2 samples
     scripted(lambda i, sample: f"#### {100 + i if sample < right[i] else 1}")
-    result = evaluate(SCRIPTED, HOW, Prompts(problems, PROBLEMS.ids), RewardConfig(), samples=2).results()
-    assert result["accuracy"] == {"value": 3 / 7, "ci95": interval(np.array(right) / 2)}
-    shares = {part: {value: (group["n"], group["accuracy"]["value"]) for value, group in groups.items()}
-              for part, groups in result["breakdown"].items()}  # fmt: skip
+    completions = evaluate(SCRIPTED, HOW, Prompts(problems, PROBLEMS.ids), RewardConfig(), samples=2)
+    result = breakdown(completions, problems)
+    shares = {part: {kind: (of["n"], of["accuracy"]) for kind, of in groups.items()} for part, groups in result.items()}
     assert shares == {  # and not by source, for there is one only
         "category": {"": (1, 0.5), "add": (4, 0.625), "divide": (2, 0.0)},
         "level": {"1": (4, 0.625), "2": (3, pytest.approx(1 / 6))},
     }
-    assert result["breakdown"]["category"][""]["accuracy"] == {"value": 0.5, "ci95": None}  # a single problem
-    added = result["breakdown"]["category"]["add"]["accuracy"]
-    assert added["ci95"] == interval(np.array([1, 0.5, 1, 0]))
+    assert result["category"][""]["accuracy_ci95"] is None  # a single problem
+    assert result["category"]["add"]["accuracy_ci95"] == interval(np.array([1, 0.5, 1, 0]))
+    text = render(ABOUT | {"temperatures": {"1": summarise(completions) | {"breakdown": result}}})
+    assert re.search(r"^accuracy, category add \(4\) +62\.5% \[.*\]$", text, re.MULTILINE)
 
 
 class Length(Reward):
@@ -160,21 +160,22 @@ def test_without_answers_there_are_rewards_alone_and_unknown_ones_are_left_out(s
     problems = [replace(problem, answer=None) for problem in PROBLEMS.problems]
     scripted(lambda i, sample: "four" * i)
     config = RewardConfig([Length(), FormatReward()], [2.0, 1.0], on_error="none")
-    result = evaluate(SCRIPTED, HOW, Prompts(problems, PROBLEMS.ids), config)
-    first, second = result.completions[:2]
+    completions = evaluate(SCRIPTED, HOW, Prompts(problems, PROBLEMS.ids), config)
+    first, second = completions[:2]
     assert (first["reward"], first["rewards"]) == (None, {"Length": None, "FormatReward": 0.0})
     assert (second["reward"], second["rewards"]) == (2.0, {"Length": 1.0, "FormatReward": 0.0})
     assert (second["correct"], second["contains_gold"], second["format"], second["gold"]) == (None,) * 4
-    of = result.results()
+    result = summarise(completions)
     known = np.arange(1.0, 7)
-    assert of["mean_reward"] == {"value": 7.0, "ci95": interval(2 * known), "left_out": 1}
-    assert of["reward/Length"] == {"value": 3.5, "ci95": interval(known), "left_out": 1}
-    assert of["reward/FormatReward"] == {"value": 0.0, "ci95": wilson(0, 7)}
-    flat = result.record()
-    assert (flat["mean_reward"], flat["mean_reward_left_out"], "accuracy" in flat) == (7.0, 1, False)
-    assert read_numbers(flat)["mean_reward"] == read_numbers(of)["mean_reward"]
-    text = render({"model": "m", "data": "d", "split": "test", "n": 7, "samples": 1, "temperatures": {"0": of}})
+    numbers = read_numbers(result)
+    assert numbers["mean_reward"] == Number(7.0, interval(2 * known), 1)
+    assert numbers["reward/Length"] == Number(3.5, interval(known), 1)
+    assert numbers["reward/FormatReward"] == Number(0.0, wilson(0, 7))
+    assert not {"accuracy", "mean_reward_left_out"} & numbers.keys()
+    text = render(ABOUT | {"temperatures": {"0": result | {"breakdown": {}}}})
     assert re.search(r"^reward +7\.000 \[.*\] \(1 left out\)$", text, re.MULTILINE)
+    nested = {"mean_reward": {"value": 7.0, "ci95": [1, 9], "left_out": 1}, "breakdown": {"level": {}}}
+    assert read_numbers(nested) == {"mean_reward": Number(7.0, [1, 9], 1)}  # from results.json of earlier commits
 
 
 @pytest.mark.parametrize(
@@ -188,8 +189,8 @@ def test_without_answers_there_are_rewards_alone_and_unknown_ones_are_left_out(s
 def test_answers_within_the_tolerance_of_the_gold_one_vote_together(scripted, said, gold, share):
     scripted(lambda i, sample: said[sample] and f"#### {said[sample]}")
     prompts = Prompts([Problem("?", gold)], [[0]])
-    result = evaluate(SCRIPTED, HOW, prompts, RewardConfig(), samples=len(said), max_tokens=10**6).results()
-    assert result[f"maj@{len(said)}"]["value"] == share
+    result = summarise(evaluate(SCRIPTED, HOW, prompts, RewardConfig(), samples=len(said), max_tokens=10**6))
+    assert result[f"maj@{len(said)}"] == share
 
 
 def test_text_answers_vote_by_their_text(scripted):
@@ -197,10 +198,9 @@ def test_text_answers_vote_by_their_text(scripted):
     problems = [replace(problem, answer="yes") for problem in PROBLEMS.problems[:2]]
     scripted(lambda i, sample: said[i][sample])
     prompts = Prompts(problems, PROBLEMS.ids[:2])
-    result = evaluate(SCRIPTED, HOW, prompts, RewardConfig([ExactMatch()]), samples=4).results()
-    assert result["accuracy"]["value"] == 3 / 8
+    result = summarise(evaluate(SCRIPTED, HOW, prompts, RewardConfig([ExactMatch()]), samples=4))
     assert "format_share" not in result  # of numbers
-    assert result["maj@4"] == {"value": 0.5, "ci95": wilson(1, 2)}
+    assert (result["accuracy"], result["maj@4"], result["maj@4_ci95"]) == (3 / 8, 0.5, wilson(1, 2))
 
 
 def compares(completions, answer):
@@ -219,8 +219,8 @@ def compares(completions, answer):
 def test_accuracy_is_given_where_a_reward_compares_answers(scripted, functions, answer, is_given):
     scripted(lambda i, sample: "#### 1")
     prompts = Prompts([replace(PROBLEMS.problems[0], answer=answer)], PROBLEMS.ids[:1])
-    flat = evaluate(SCRIPTED, HOW, prompts, RewardConfig(functions)).record()
-    assert [name in flat for name in ("accuracy", "gold_anywhere")] == [is_given] * 2
+    result = summarise(evaluate(SCRIPTED, HOW, prompts, RewardConfig(functions)))
+    assert [name in result for name in ("accuracy", "gold_anywhere")] == [is_given] * 2
 
 
 # --- real completions -------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def draw(load, tokenizer):
 
 def test_a_seed_draws_the_same_completions_and_leaves_torch_alone(draw):
     def texts(seed, **how):
-        return [record["completion"] for record in draw(seed, **how).completions]
+        return [record["completion"] for record in draw(seed, **how)]
 
     state = torch.get_rng_state()
     first = texts(0)

@@ -1,7 +1,7 @@
 """Evaluate a model: ``python -m pspo.evaluate --model.name_or_path M --data.name gsm8k --data.limit 500``.
 
-Writes a new folder once all is drawn: ``results.json``, with `Evaluation.results` of `pspo.evaluate.evaluation` for
-each temperature, ``completions.jsonl``, ``config.yaml`` and ``environment.json``.
+Writes a new folder once all is drawn: ``results.json``, with `summarise` and `breakdown` of `pspo.evaluate.statistics`
+for each temperature, ``completions.jsonl``, ``config.yaml`` and ``environment.json``.
 """
 
 import sys
@@ -16,8 +16,8 @@ from pspo.cli.parse import Settings, parse
 from pspo.cli.values import to_yaml
 from pspo.config import EvaluateConfig, RolloutConfig
 from pspo.endings import EXIT_INTERRUPTED, exit_codes, user_errors
-from pspo.evaluate.evaluation import Evaluation, evaluate
-from pspo.evaluate.statistics import as_text, measure_name, read_numbers, table
+from pspo.evaluate.evaluation import evaluate
+from pspo.evaluate.statistics import Record, as_text, breakdown, measure_name, read_numbers, summarise, table
 from pspo.inputs import load_inputs
 from pspo.model import load_policy
 from pspo.model.device import choose_threads
@@ -67,7 +67,7 @@ def render(results: dict[str, Any]) -> str:
         samples = f", {numbers['samples']} samples" if numbers["samples"] > 1 else ""
         cells = {}
         for name, number in read_numbers(numbers).items():
-            if name not in ("samples", "pass@1", "maj@1"):  # pass@1 and maj@1 are the accuracy
+            if name not in ("n", "samples", "pass@1"):  # pass@1 is the accuracy
                 cells[measure_name(name)] = as_text(name, number)
         columns[f"T = {temperature}{samples}"] = cells
         measure = "accuracy" if "accuracy" in numbers else "mean_reward"
@@ -81,22 +81,26 @@ def render(results: dict[str, Any]) -> str:
 
 
 def write_results(
-    output: Path, config: EvaluateConfig, settings: Settings, step: int | None, results: dict[str, Evaluation]
+    config: EvaluateConfig, settings: Settings, step: int | None, prompts: Prompts, results: dict[str, list[Record]]
 ) -> None:
-    """Write the folder and print the results; ``results`` are by temperature."""
+    """Write the folder and print the numbers of ``results``, the completions' records by temperature."""
+    output = Path(config.run.output_dir)
+    temperatures = {}
+    for temperature, drawn in results.items():
+        temperatures[temperature] = summarise(drawn) | {"breakdown": breakdown(drawn, prompts.problems)}
     record = {
         "model": config.model.name_or_path,
         "step": step,
         "data": config.data.name,
         "split": config.eval.split,
-        "n": len(next(iter(results.values())).problems),
+        "n": len(prompts),
         "samples": config.eval.samples,
         "top_p": config.eval.top_p,
         "max_completion_tokens": config.eval.max_completion_tokens,
         "seed": config.run.seed,
-        "temperatures": {temperature: evaluation.results() for temperature, evaluation in results.items()},
+        "temperatures": temperatures,
     }
-    completions = [completion for evaluation in results.values() for completion in evaluation.completions]
+    completions = [completion for drawn in results.values() for completion in drawn]
     with files.whole_folder(output) as folder:
         files.write_text(folder / "config.yaml", to_yaml(settings))
         files.write_json(folder / "environment.json", files.environment(str(dist.local_device()), dist.world_size()))
@@ -131,7 +135,7 @@ def main(args: Sequence[str] | None = None) -> None:
             )
     if dist.is_main():
         with user_errors("pspo.evaluate"):  # a full disk
-            write_results(output, config, settings, step, results)
+            write_results(config, settings, step, prompts, results)
 
 
 if __name__ == "__main__":

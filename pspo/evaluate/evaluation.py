@@ -2,17 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from pspo import distributed as dist
 from pspo.config import EvalConfig, RewardConfig
 from pspo.endings import fail_together
-from pspo.evaluate.statistics import ESTIMATES, Record, at_k, by_problem, estimates, flat, measures, nested
+from pspo.evaluate.statistics import Record
 from pspo.rollout import How, Prompts, Sampler
-from pspo.tasks import Problem, contains_answer, is_correct, matches_format
+from pspo.tasks import contains_answer, is_correct, matches_format
 from pspo.tasks.files import plain
 from pspo.tasks.scoring import judges, show_failures
 from pspo.terminal import Bar
@@ -70,40 +68,6 @@ def complete(
     return records, scores.failures
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """An evaluation on problems: ``samples`` completions of each, as records of `complete`, in order."""
-
-    problems: Sequence[Problem]
-    samples: int
-    completions: list[Record] = field(repr=False)
-
-    def means(self) -> dict[str, float]:
-        """Every measure's mean over the problems that have a value."""
-        means = {name: by_problem(values) for name, values in measures(self.completions, self.samples).items()}
-        return {name: float(values.mean()) for name, values in means.items() if len(values)}
-
-    def record(self) -> Record:
-        """The numbers as in ``summary.json``."""
-        return {"n": len(self.problems)} | flat(estimates(measures(self.completions, self.samples)))
-
-    def results(self) -> Record:
-        """The numbers as in ``results.json``, without unknown ones, and a breakdown by source, category and level."""
-        values = measures(self.completions, self.samples)
-        breakdown: dict[str, Record] = {}
-        for attribute in ("source", "category", "level"):
-            kinds = np.array([getattr(problem, attribute) for problem in self.problems])
-            if (kinds == kinds[0]).all():
-                continue
-            breakdown[attribute] = {}
-            for kind in np.unique(kinds):
-                rows = kinds == kind
-                group = {name: values[name][rows] for name in ESTIMATES}
-                breakdown[attribute][str(kind)] = {"n": int(rows.sum())} | nested(estimates(group))
-        numbers = estimates(values | at_k(self.completions, self.samples))
-        return {"samples": self.samples} | nested(numbers) | {"breakdown": breakdown}
-
-
 def evaluate(
     sampler: Sampler,
     how: How,
@@ -117,8 +81,8 @@ def evaluate(
     max_rows: float = math.inf,
     bar: str = "",
     shown_failures: dict[str, str] | None = None,
-) -> Evaluation | None:
-    """Evaluate on every problem, drawing ``samples`` completions of each; rank 0 alone gets the evaluation.
+) -> list[Record] | None:
+    """Draw and score ``samples`` completions of every problem; rank 0 alone gets their records, as of `complete`.
 
     The random numbers depend on the seed alone, not on earlier draws; torch's generators are restored afterwards.
     """
@@ -142,4 +106,4 @@ def evaluate(
     if not dist.is_main():
         return None
     completions.sort(key=lambda record: (record["problem"], record["sample"]))
-    return Evaluation(prompts.problems, samples, completions)
+    return completions

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pspo.tasks import extract_answer, extract_text
+from pspo.tasks import Problem, extract_answer, extract_text
 from pspo.terminal import one_line
 
 # The field of records that each measure averages: `ESTIMATES` have intervals, `MEANS` have none.
@@ -71,18 +71,6 @@ def by_problem(values: np.ndarray) -> np.ndarray:
     return np.nanmean(values[~np.isnan(values).all(axis=1)], axis=1)
 
 
-def estimates(values: dict[str, np.ndarray]) -> dict[str, Number]:
-    """Numbers of the measures (n, samples) that have values; those in `MEANS` get no interval."""
-    numbers = {}
-    for name, measure in values.items():
-        means = by_problem(measure)
-        if len(means) and name in MEANS:
-            numbers[name] = Number(float(means.mean()))
-        elif len(means):
-            numbers[name] = Number(float(means.mean()), interval(means), int(np.isnan(measure).sum()))
-    return numbers
-
-
 def interval(values: np.ndarray) -> tuple[float, float] | None:
     """The 95% interval of the mean of values (n,), one per problem; None if n is 1.
 
@@ -101,39 +89,50 @@ def interval(values: np.ndarray) -> tuple[float, float] | None:
     return float(bounds.low), float(bounds.high)
 
 
-def nested(numbers: dict[str, Number]) -> Record:
-    """Numbers as in ``results.json``: {"accuracy": {"value": 0.5, "ci95": [0.4, 0.6]}, "format_share": 0.9}."""
-    record: Record = {}
-    for name, number in numbers.items():
-        left_out = {"left_out": number.left_out} if number.left_out else {}
-        record[name] = number.value if name in MEANS else {"value": number.value, "ci95": number.ci95} | left_out
+def summarise(completions: Sequence[Record], intervals: bool = True) -> Record:
+    """The numbers of completions, in order of problem and sample, as in ``summary.json`` and ``results.json``.
+
+    {"n": 99, "samples": 1, "accuracy": 0.5, "accuracy_ci95": [0.4, 0.6], "format_share": 0.9}. A measure without any
+    known value is left out; the unknown values of another one are counted as NAME_left_out.
+    """
+    samples = completions[-1]["sample"] + 1
+    values = measures(completions, samples)
+    if samples > 1:
+        values |= at_k(completions, samples)
+    record: Record = {"n": len(completions) // samples, "samples": samples}
+    for name, measure in values.items():
+        means = by_problem(measure)
+        if not len(means):
+            continue
+        record[name] = float(means.mean())
+        if intervals and name not in MEANS:
+            record[f"{name}_ci95"] = interval(means)
+            if left_out := int(np.isnan(measure).sum()):
+                record[f"{name}_left_out"] = left_out
     return record
 
 
-def flat(numbers: dict[str, Number]) -> Record:
-    """Numbers as in ``summary.json``: {"mean_reward": 0.5, "mean_reward_ci95": [0.4, 0.6], "format_share": 0.9}."""
-    record: Record = {}
-    for name, parts in nested(numbers).items():
-        for part, value in parts.items() if isinstance(parts, dict) else [("value", parts)]:
-            record[flat_name(name, part)] = value
-    return record
-
-
-def flat_name(name: str, part: str) -> str:
-    """The key of a number's part in ``summary.json``."""
-    if part == "value":
-        return name
-    return part if name == "accuracy" else f"{name}_{part}"
+def breakdown(completions: Sequence[Record], problems: Sequence[Problem]) -> dict[str, dict[str, Record]]:
+    """`summarise` completions by source, category and level of their problems, where these differ."""
+    parts = {}
+    for attribute in ("source", "category", "level"):
+        groups: dict[str, list[Record]] = {}
+        for record in completions:
+            groups.setdefault(getattr(problems[record["problem"]], attribute), []).append(record)
+        if len(groups) > 1:
+            parts[attribute] = {kind: summarise(groups[kind]) for kind in sorted(groups)}
+    return parts
 
 
 def read_numbers(record: Record) -> dict[str, Number]:
-    """The numbers, by measure, of a record in the form of ``results.json`` or ``summary.json``."""
+    """The numbers, by measure, of a record made by `summarise`."""
     numbers = {}
-    for name, parts in record.items():
-        if not isinstance(parts, dict):
-            parts = {part: record.get(flat_name(name, part)) for part in Number._fields}
-        if isinstance(parts.get("value"), int | float):
-            numbers[name] = Number(parts["value"], parts.get("ci95"), parts.get("left_out") or 0)
+    for name, value in record.items():
+        number = Number(value, record.get(f"{name}_ci95"), record.get(f"{name}_left_out", 0))
+        if isinstance(value, dict):  # a measure in results.json of earlier commits
+            number = Number(value.get("value"), value.get("ci95"), value.get("left_out", 0))
+        if isinstance(number.value, int | float) and not name.endswith("_left_out"):
+            numbers[name] = number
     return numbers
 
 

@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from pspo import distributed as dist
 from pspo.config import TrainConfig
-from pspo.evaluate.evaluation import Evaluation, evaluate
-from pspo.evaluate.statistics import Record
+from pspo.evaluate.evaluation import evaluate
+from pspo.evaluate.statistics import Record, summarise
 from pspo.files import find_damage, read_json, to_jsonl, write_errors, write_text
 from pspo.rollout import How, Prompts, Sampler
 from pspo.run.checkpointer import load_weights, save_model
@@ -46,13 +46,13 @@ class Validator:
 
     def measure(self) -> dict[str, float]:
         """Mean reward under the training's sampling, and greedy accuracy (or greedy reward, without gold answers)."""
-        sampled = self.evaluate("validation", self.how, "validate")
-        greedy = self.evaluate("validation", How(self.how.sampling.greedy(), self.learner.policy), "validate")
-        sampled_means, means = dist.run_on_main(lambda: (sampled.means(), greedy.means()))
-        validation = {"validation_reward": sampled_means.get("mean_reward", -math.inf)}
-        if "accuracy" in means:
-            return validation | {"validation_accuracy": means["accuracy"]}
-        return validation | {"validation_greedy_reward": means.get("mean_reward", -math.inf)}
+        greedy_how = How(self.how.sampling.greedy(), self.learner.policy)
+        drawn = [self.evaluate("validation", how, "validate") for how in (self.how, greedy_how)]
+        sampled, greedy = dist.run_on_main(lambda: [summarise(part, intervals=False) for part in drawn])
+        validation = {"validation_reward": sampled.get("mean_reward", -math.inf)}
+        if "accuracy" in greedy:
+            return validation | {"validation_accuracy": greedy["accuracy"]}
+        return validation | {"validation_greedy_reward": greedy.get("mean_reward", -math.inf)}
 
     def validate(self) -> dict[str, float]:
         """`measure` the policy, and save it if it is the best so far."""
@@ -76,18 +76,18 @@ class Validator:
         """Evaluate greedily on the held-out problems, and keep the completions; {} for --run.test_limit 0."""
         if not self.config.run.test_limit:
             return {}
-        evaluation = self.evaluate("test", How(self.how.sampling.greedy(), policy), f"test {when}")  # without engine
+        completions = self.evaluate("test", How(self.how.sampling.greedy(), policy), f"test {when}")  # without engine
 
         def write() -> Record:
             path = self.output / f"test-{when}.jsonl"
             with write_errors(path):
-                write_text(path, to_jsonl(evaluation.completions))
-            return evaluation.record()
+                write_text(path, to_jsonl(completions))
+            return summarise(completions)
 
         return dist.run_on_main(write)
 
-    def evaluate(self, split: str, how: How, bar: str) -> Evaluation | None:
-        """Draw one completion of each prompt, evenly shared among ranks; rank 0 alone gets the evaluation."""
+    def evaluate(self, split: str, how: How, bar: str) -> list[Record] | None:
+        """Draw one completion of each prompt, evenly shared among ranks; rank 0 alone gets their records."""
         prompts = self.prompts[split]
         return evaluate(
             self.sampler,
