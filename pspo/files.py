@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -51,10 +51,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return read_object(path, path.read_bytes())
 
 
-def read_object(path: Path, text: bytes) -> dict[str, Any]:
-    """The object in a JSON file or a line of it; ValueError if the text is damaged."""
+def read_object(path: Path, text: bytes, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
+    """The object in a JSON or YAML file, or in a line of JSON lines; ValueError if the text is damaged."""
     with named_damage(path):
-        parsed = json.loads(text)
+        parsed = parse(text)
         if not isinstance(parsed, dict):
             raise ValueError("not an object")
         return parsed

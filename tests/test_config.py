@@ -268,7 +268,7 @@ def test_the_learning_rate_of_the_embedded_models_or_the_paper_s(tmp_path, model
         assert train_config(f"--model.name_or_path={name}", "--optimizer.lr=3e-5").optimizer.lr == 3e-5
 
 
-@pytest.mark.parametrize("words", ["--run.quiet -h", "--help all", "--help model"])
+@pytest.mark.parametrize("words", ["-h", "--help all", "--help model"])
 def test_help_has_a_text_for_every_switch(words, capsys):
     with pytest.raises(SystemExit) as exit_:
         parse(TrainConfig, "pspo.train", words.split())
@@ -276,7 +276,7 @@ def test_help_has_a_text_for_every_switch(words, capsys):
     described = re.findall(r"^  --([a-z]+\.[\w.]+) +\S.*$", capsys.readouterr().out, re.MULTILINE)
     basic = switches_with("basic")
     shown = {
-        "--run.quiet -h": basic.__contains__,
+        "-h": basic.__contains__,
         "--help all": str,
         "--help model": lambda name: name.startswith("model."),
     }

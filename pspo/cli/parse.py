@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pspo.cli.values import Typed, as_list, load_yaml, read, read_typed, to_yaml, yaml_value
 from pspo.config import TrainConfig, find_switches, switches_with
 from pspo.endings import user_errors
-from pspo.files import named_damage
+from pspo.files import read_object
 from pspo.model.find import find_default_lr
 from pspo.tasks.datasets import has_text_answers, holdout_share
 from pspo.tasks.files import local_path
@@ -39,7 +39,7 @@ def parse(config_class: type[C], prog: str, args: Sequence[str] | None = None) -
 def make_config(config_class: type[C], prog: str, words: Sequence[str], given: Settings) -> tuple[C, Settings]:
     """Like `parse`, with ``given`` settings over the words; ValueError for errors. --help and --print_config exit."""
     switches = find_switches(config_class)
-    pairs = split_words(words, switches)
+    pairs = split_words(["--help", *words[1:]] if list(words[:1]) == ["-h"] else words)
     flags = dict(pairs)
     if "help" in flags:
         print_help(config_class, prog, flags["help"] or "")
@@ -47,6 +47,11 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], given: S
     values: dict[str, Any] = {}
     put_words(values, [pair for pair in pairs if pair[0] != "print_config"], switches)
     put_all(values, given, switches)
+    for name in values:
+        if name not in switches:
+            meant = [switch for switch in switches if f".{name}." in f".{switch}."]
+            meant += difflib.get_close_matches(name, switches)
+            raise ValueError(f"unrecognized arguments: --{name}" + (f"; did you mean --{meant[0]}?" if meant else ""))
     config = build(config_class, values)
     unresolved = yaml_value(config)  # with null where a default depends on other switches
     if "print_config" in flags:
@@ -100,20 +105,16 @@ def build(config_class: type[C], values: dict[str, Any], prefix: str = "") -> C:
     return config_class(**parts)
 
 
-def split_words(words: Sequence[str], switches: dict[str, Field]) -> list[tuple[str, str | None]]:
-    """A command's switches without dashes, each with its value or None; -h may be the value of a switch."""
+def split_words(words: Sequence[str]) -> list[tuple[str, str | None]]:
+    """A command's switches without dashes, each with its value or None."""
     pairs: list[tuple[str, str | None]] = []
     for word in words:
-        last, value = pairs[-1] if pairs else ("", "")
-        is_open = value is None and not (word == "-h" and last in switches and switches[last].type is bool)
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             name = name.removesuffix(".class_path").replace(".init_args.", ".")  # config.yaml's names for a class
             pairs.append((name, value if equals else None))
-        elif is_open:
-            pairs[-1] = (last, word)
-        elif word == "-h":
-            pairs.append(("help", None))
+        elif pairs and pairs[-1][1] is None:
+            pairs[-1] = (pairs[-1][0], word)
         else:
             raise ValueError(f"unrecognized arguments: {word}")
     return pairs
@@ -123,17 +124,15 @@ def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], s
     """Override ``values`` by a command's switches and files, in order."""
     for i, (name, text) in enumerate(pairs):
         owner = next((owner for owner in switches if f"{name}.".startswith(f"{owner}.")), None)
-        if owner is None and name != "config":
-            raise ValueError(unknown_switch(name, switches))
-        if text is None and (owner != name or switches[name].type is not bool):
+        if text is None and (name == "config" or (owner and (owner != name or switches[name].type is not bool))):
             raise ValueError(f"--{name} needs a value; one that begins with -- is given as --{name}=VALUE")
         if any(earlier.startswith(f"{name}.") for earlier, _ in pairs[:i]):
             raise ValueError(f"--{name} must stand before its arguments")
         if name == "config":
             path = local_path(text)
             put_all(values, read_yaml(path if path.is_file() else METHODS.get(text.lower(), path)), switches)
-        elif name == owner:
-            values[owner] = Typed("true" if text is None else text)
+        elif owner in (name, None):  # an unknown switch is refused by `make_config`
+            values[name] = Typed("true" if text is None else text)
         else:
             old = values[owner] if owner in values else default_of(switches[owner])
             old = read_typed(switches[owner].type, old, owner) if isinstance(old, Typed) else old
@@ -148,9 +147,6 @@ def put_all(values: dict[str, Any], given: Settings, switches: dict[str, Field])
     """Override ``values`` by a nested configuration; switches in its `DERIVED` are left open."""
     values.update(flat(given, switches))
     values.update({str(switch): None for switch in as_list(given.get(DERIVED))})
-    for name in values:
-        if name not in switches:
-            raise ValueError(unknown_switch(name, switches))
 
 
 def with_item(old: Any, names: Sequence[str], text: Typed) -> Any:
@@ -165,31 +161,19 @@ def with_item(old: Any, names: Sequence[str], text: Typed) -> Any:
     return old | {first: with_item(old.get(first), others, text)}
 
 
-def unknown_switch(name: str, switches: dict[str, Field]) -> str:
-    """An error's line for a switch that does not exist, with the switch that may be meant."""
-    meant = [switch for switch in switches if f".{name}." in f".{switch}."] + difflib.get_close_matches(name, switches)
-    hint = f"; did you mean --{meant[0]}?" if meant else ""
-    return f"unrecognized arguments: --{name}{hint}"
-
-
 def print_help(config_class: type, prog: str, topic: str) -> None:
     """Print the basic switches (all, if none is basic), or those of a section, or with topic "all" every switch."""
+    methods = f" or {', '.join(METHODS)}" if config_class is TrainConfig else ""
+    print(f"usage: {prog} [--config FILE{methods}] [--SWITCH VALUE ...] [--print_config] [--help all or a section]")
+    print(f"\n{config_class.__doc__}\n")
     switches = find_switches(config_class)
-    methods = f", or {', '.join(METHODS)}" if config_class is TrainConfig else ""
-    texts = {
-        "print_config": "print the configuration as YAML and exit",
-        "config": f"YAML file{methods}; later switches override it",
-        "help": "print this text; --help all or --help data (any section) prints more",
-    }
     basic = [switch for switch, part in switches.items() if "basic" in part.metadata["facts"]]
     for switch in basic if basic and not topic else switches:
-        part = switches[switch]
-        default = argument_text(default_of(part))
-        is_said = default != "null" and len(default) < 40
-        texts[switch] = part.metadata["text"] + (f" (default: {default})" if is_said else "")
-    print(f"usage: {prog} [--config FILE] [--SWITCH VALUE ...]\n\n{config_class.__doc__}\n")
-    for switch, text in texts.items():
         if topic == "all" or switch.startswith(topic):
+            text = switches[switch].metadata["text"]
+            default = argument_text(default_of(switches[switch]))
+            if default != "null" and len(default) < 40:
+                text += f" (default: {default})"
             print(textwrap.fill(text, 110, initial_indent=f"  --{switch:<30} ", subsequent_indent=" " * 35))
 
 
@@ -198,11 +182,7 @@ def print_help(config_class: type, prog: str, topic: str) -> None:
 
 def read_yaml(path: Path) -> Settings:
     """A YAML file, with `Typed` texts; ValueError if it is damaged."""
-    with named_damage(path):
-        settings = load_yaml(path.read_bytes().decode("utf-8-sig"))
-        if not isinstance(settings, dict):
-            raise ValueError("not an object")
-        return settings
+    return read_object(path, path.read_bytes(), load_yaml)
 
 
 def read_config(path: Path) -> Settings:

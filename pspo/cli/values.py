@@ -63,7 +63,7 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
 
 
-def load_yaml(text: str) -> Any:
+def load_yaml(text: str | bytes) -> Any:
     """Read a YAML text by `_Loader`; ValueError if it is not valid."""
     try:
         return yaml.load(text, _Loader)
