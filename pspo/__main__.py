@@ -37,12 +37,8 @@ def main() -> None:
         name, _ = COMMANDS[command]
         try:
             module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            package, _, _ = name.partition(".")
-            if package == "pspo":
-                raise
-            extra = package.removeprefix("pspo_")
-            raise SystemExit(f"pspo {command}: error: needs {error.name}: pip install 'pspo[{extra}]'") from None
+        except ModuleNotFoundError as error:  # matplotlib, say
+            raise SystemExit(f"pspo {command}: error: needs {error.name}: pip install 'pspo[lab]'") from None
         run_main(lambda: module.main(args))
 
 

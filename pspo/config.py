@@ -71,12 +71,9 @@ class Section:
                 object.__setattr__(self, part.name, None if value == "null" else {"class_path": value})
             limits = part.metadata.get("limits")
             if limits and value is not None:
-                is_within = all(COMPARISONS[name](value, limit) for name, limit in limits.items())
-                rule = " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
-                if isinstance(value, float) and math.isinf(value):
-                    rule = "finite"
-                    is_within = False
-                require(is_within, f"{self.section}{part.name}", f"must be {rule}", value)
+                fits = [abs(value) < math.inf, *(COMPARISONS[name](value, limit) for name, limit in limits.items())]
+                rules = ["finite", *(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())]
+                require(all(fits), f"{self.section}{part.name}", f"must be {' and '.join(rules)}", value)
 
 
 @dataclass(frozen=True)
@@ -299,14 +296,6 @@ class DistributedConfig(Section, name="distributed"):
 
     strategy: Literal["none", "ddp", "fsdp2"] = switch("none", "ddp: whole models; fsdp2: shards", "no setting")
 
-    def check(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
-        """Raise ValueError if fsdp2 cannot shard what other sections ask for."""
-        if self.strategy == "fsdp2":
-            rule = "must be adamw or sgd under fsdp2, which shards it"
-            require("8bit" not in optimizer.name, "optimizer.name", rule, optimizer.name)
-            every = algorithm.reference_every
-            require(every == 0, "algorithm.reference_every", "must be 0 under fsdp2", every)
-
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -325,7 +314,11 @@ class TrainConfig:
         self.algorithm.check_rollouts(self.rollout)
         rule = "must name at least one reward, or --algorithm.beta be above 0: on-policy distillation"
         require(self.reward.functions or self.algorithm.beta > 0, "reward.functions", rule, self.reward.functions)
-        self.distributed.check(self.algorithm, self.optimizer)
+        if self.distributed.strategy == "fsdp2":  # which cannot shard these
+            name = self.optimizer.name
+            require("8bit" not in name, "optimizer.name", "must be adamw or sgd under fsdp2, which shards it", name)
+            every = self.algorithm.reference_every
+            require(every == 0, "algorithm.reference_every", "must be 0 under fsdp2", every)
 
     @cached_property
     def correction(self) -> losses.Correction | Callable:

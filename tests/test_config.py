@@ -309,7 +309,7 @@ MESSAGES = {
     "--algorithm.surrogate Clipp": ".* no such class; choose from ASPO, .*VESPO, or give an import path",
     "--algorithm.surrogate.alpha=0.4 --algorithm.surrogate=PSPO": "--algorithm.surrogate must stand before its",
     "--rollout.prompts many": "--rollout.prompts must be a whole number, got many",
-    "--optimizer.lr .inf": "--optimizer.lr must be finite, got inf",
+    "--optimizer.lr .inf": "--optimizer.lr must be finite and above 0, got inf",
     "--data.system_prompt --briefly": "--data.system_prompt needs a value; one that begins with -- is given as --data",
     "--algorithm.terms OffPolicyMask": r"--algorithm.terms OffPolicyMask\(threshold\): .* argument: 'threshold'",
     "--algorithm.nucleus replay --rollout.decoder hf": "--algorithm.nucleus",

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from datetime import datetime
 from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +54,11 @@ def problem_record(problem: Problem | Mapping[str, Any]) -> dict[str, Any]:
     """A problem as a line of a JSON lines file."""
     if isinstance(problem, Problem):  # whose fields may have an answer, too
         record = {"source": problem.source, "solution": problem.solution} | problem.fields
-        record |= {name: getattr(problem, name) for name in ("prompt", "answer", "category", "level")}
-    elif isinstance(problem, Mapping):
-        record = dict(problem)
-    else:
-        raise ValueError(f"data: problems are dicts with prompt and answer, or Problem, not {problem!r}")
-    if isinstance(record.get("answer"), Fraction | Decimal):
-        record["answer"] = str(record["answer"])
-    return record
+        return record | {name: getattr(problem, name) for name in ("prompt", "answer", "category", "level")}
+    if isinstance(problem, Mapping):
+        answer = problem.get("answer")
+        return dict(problem) | ({"answer": str(answer)} if isinstance(answer, Decimal) else {})  # with all its digits
+    raise ValueError(f"data: problems are dicts with prompt and answer, or Problem, not {problem!r}")
 
 
 def write_problems(output: Path, problems: dict[str, str]) -> str:
