@@ -27,7 +27,7 @@ from pspo.tasks.files import plain
 from pspo.terminal import one_line
 
 # Errors that damaged content raises.
-DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, SafetensorError, TypeError)
+DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, SafetensorError, TypeError, ValueError)
 TORCH_WRITE_ERRORS = ("inline_container", "iostream")  # words of the RuntimeError of `torch.save` (2.13) on a full disk
 
 
@@ -65,10 +65,8 @@ def named_damage(path: Path) -> Iterator[None]:
     """Raise ValueError, which names the file, if the block finds its content malformed."""
     try:
         yield
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
     except DAMAGE as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -195,7 +195,7 @@ def recorded_tokens(file: Path, n_rows: int, surrogates: dict[str, Surrogate]) -
         table = pd.read_parquet(file).reindex(columns=[*TOKEN_TYPES]).astype(TOKEN_TYPES)
         if table["row"].max() >= n_rows:
             raise ValueError("samples.jsonl lacks completions whose tokens the file has")
-    except (OSError, ValueError, *DAMAGE) as error:
+    except (OSError, *DAMAGE) as error:
         warn(f"{file} is not what a run records ({error}); left out")
         return {}
     table = table.sort_values(["step", "row", "position"], ignore_index=True)

@@ -203,7 +203,7 @@ def test_a_finished_run_or_evaluation_with_other_switches_is_refused(here, capsy
 
 
 @pytest.mark.parametrize(("experiment", "args", "message"), [
-    ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, [], "e/pspo-lr=-1: error: --optimizer.lr must be finite and above 0"),
+    ({"methods": {"pspo": {"optimizer.lr": [1, -1]}}}, [], "e/pspo-lr=-1: error: --optimizer.lr must be finite"),
     ({"search": SEARCH, "shared": {"run.validate_every": 0}}, [], "run.validate_every must be above 0 in a search"),
     ({}, ["--processes", "2"], "--processes above 1 needs --distributed.strategy ddp or fsdp2"),
 ])  # fmt: skip
