@@ -10,7 +10,6 @@ from scipy.stats import binomtest
 
 from pspo.endings import user_errors
 from pspo.evaluate.statistics import MEANS, Number, as_text, measure_name, table
-from pspo.tasks.files import local_path
 from pspo.terminal import one_line
 from pspo_lab.power import MOST_SEEDS, estimate
 from pspo_lab.runs import read_problems
@@ -36,7 +35,7 @@ def main(args: Sequence[str] | None = None) -> None:
     paths = parser.parse_args(args).paths
     with user_errors("pspo compare"):
         names = [one_line(str(path)) for path in paths]
-        sides = [completions_files(local_path(path)) for path in paths]
+        sides = [completions_files(path.expanduser()) for path in paths]
         if len(sides) == 1 and None not in sides[0]:
             names = [f"{names[0]} before training", f"{names[0]} after it"]
             sides.insert(0, {seed: file.with_name("test-before.jsonl") for seed, file in sides[0].items()})

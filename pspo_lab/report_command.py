@@ -17,7 +17,6 @@ import pandas as pd
 
 from pspo.endings import user_errors
 from pspo.files import write_text
-from pspo.tasks.files import local_path
 from pspo.terminal import one_line
 from pspo_lab.figures import draw_curves
 from pspo_lab.identities import describe_identities
@@ -144,7 +143,7 @@ def main(args: Sequence[str] | None = None) -> None:
     options = parser.parse_args(args)
     with user_errors("pspo report"):
         runs = read_runs(run_folders(options.runs))
-        output = local_path(options.output_dir)
+        output = options.output_dir.expanduser()
         output.mkdir(parents=True, exist_ok=True)
         verdicts, files = write_report(runs, output)
     print(*(fill(one_line(verdict), 100) for verdict in verdicts), sep="\n\n")

@@ -20,7 +20,6 @@ import pandas as pd
 
 from pspo.evaluate.statistics import Number, at_k, measures, read_numbers
 from pspo.files import DAMAGE, named_damage, read_json, read_jsonl
-from pspo.tasks.files import local_path
 from pspo.terminal import one_line
 from pspo_lab.settings import DATA, MODEL, SEED, Configs, Setting, Switches, make_labels, make_setting, read_switches
 
@@ -129,7 +128,7 @@ def skip_unreadable(folder: Path) -> Iterator[None]:
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
     """Return local paths of the folders, without files, such as those that a sweep writes next to its runs."""
-    return [path for path in map(local_path, paths) if not path.is_file()]
+    return [path for path in (Path(path).expanduser() for path in paths) if not path.is_file()]
 
 
 def folders_with(file: str, roots: Sequence[Path]) -> list[Path]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from pspo.cli.parse import flat, make_config, read_config
 from pspo.config import TrainConfig, switches_with
-from pspo.tasks.files import local_path
 from pspo.terminal import one_line
 
 MODEL = "model.name_or_path"
@@ -55,14 +54,14 @@ def read_switches(folder: Path) -> Switches:
 def data_name(folder: Path, switches: Switches) -> str:
     """Return the data's name: the path of a file, or a checksum of problems that `pspo.train` wrote into its folder."""
     if switches.get(DATA) != "file":  # which says nothing: every file has this name
-        return str(switches.get(DATA) or local_path(folder))
+        return str(switches.get(DATA) or folder)
     path = Path(str(switches.get("data.path")))
     for run in (folder, *folder.parents):  # an evaluation lies in its run's folder
         if path.name == "data" and (run / "data/.of_a_run").exists():  # the run may have been moved
             files = sorted((run / "data").glob("*.jsonl"))
             content = b"".join(file.name.encode() + file.read_bytes() for file in files)
             return f"problems {zlib.crc32(content):08x}"
-    return str(switches.get("data.path") or local_path(folder))
+    return str(switches.get("data.path") or folder)
 
 
 def origin(folder: Path, switches: Switches) -> Switches:

@@ -35,7 +35,6 @@ from pspo.cli.values import to_yaml
 from pspo.config import require
 from pspo.endings import EXIT_INTERRUPTED, user_errors
 from pspo.files import lock_folder, read_json, write_json, write_text
-from pspo.tasks.files import local_path
 from pspo.terminal import Bar
 from pspo_lab.power import Estimate
 from pspo_lab.runs import Runs, read_runs, run_folders
@@ -138,7 +137,7 @@ def commands(job: Job) -> Iterator[tuple[list[str], Path]]:
 def main(args: Sequence[str] | None = None) -> None:
     sweep, _ = parse(SweepConfig, "pspo sweep", args)
     with user_errors("pspo sweep"):
-        sweep = replace(sweep, output=str(local_path(sweep.output)))
+        sweep = replace(sweep, output=str(Path(sweep.output).expanduser()))
         plan = make_plan(sweep)
         if sweep.dry_run:
             show_plan(plan)

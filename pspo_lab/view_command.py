@@ -30,7 +30,7 @@ from pspo.endings import user_errors
 from pspo.evaluate.statistics import measure_name
 from pspo.files import DAMAGE, numbered, read_json, read_jsonl, step_of, write_text
 from pspo.losses import Surrogate, token_weights
-from pspo.tasks.files import local_path, plain
+from pspo.tasks.files import plain
 from pspo.tasks.problem import Messages, content_text
 from pspo.token_table import COLUMNS, TOKENS
 from pspo_lab.figures import method_colours
@@ -273,7 +273,7 @@ def main(args: Sequence[str] | None = None) -> None:
         runs = run_folders(options.runs)
         page = make_page(runs, options.surrogates)
         folder = next(root for root in runs if any(root.rglob("metrics.jsonl")))  # a data folder gets no page
-        output = local_path(options.output or folder / "view.html")
+        output = (options.output or folder / "view.html").expanduser()
         output.parent.mkdir(parents=True, exist_ok=True)
         write_text(output, page)
     print(f"{output}  ({output.stat().st_size / 1e6:.1f} MB)")

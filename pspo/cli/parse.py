@@ -21,7 +21,6 @@ from pspo.endings import user_errors
 from pspo.files import read_object
 from pspo.model.find import find_default_lr
 from pspo.tasks.datasets import has_text_answers, holdout_share
-from pspo.tasks.files import local_path
 
 C = TypeVar("C")
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values, and `DERIVED`
@@ -129,7 +128,7 @@ def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], s
         if any(earlier.startswith(f"{name}.") for earlier, _ in pairs[:i]):
             raise ValueError(f"--{name} must stand before its arguments")
         if name == "config":
-            path = local_path(text)
+            path = Path(text).expanduser()
             put_all(values, read_yaml(path if path.is_file() else METHODS.get(text.lower(), path)), switches)
         elif owner in (name, None):  # an unknown switch is refused by `make_config`
             values[name] = Typed("true" if text is None else text)

@@ -6,6 +6,7 @@ model is loaded, and the merged model saved, in --model.dtype.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -17,7 +18,6 @@ from pspo.model import load_policy, load_tokenizer
 from pspo.model.adapters import merged_weights
 from pspo.model.find import resolve_adapters
 from pspo.model.load import write_model
-from pspo.tasks.files import local_path
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ class ExportConfig:
 def export(config: ExportConfig) -> None:
     """Merge and save; raises ValueError for a model without adapters, or adapters that do not fit it."""
     model = resolve_adapters(config.model)
-    output = local_path(config.output_dir)
+    output = Path(config.output_dir).expanduser()
     tokenizer = load_tokenizer(config.model)  # raises for a folder that is not there
     if model.lora.name_or_path is None:
         raise ValueError("--model.name_or_path must be a PEFT folder: other models have no adapters to merge")

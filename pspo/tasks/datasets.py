@@ -317,7 +317,7 @@ def read_problems(data: DataSpec, split: str) -> list[Problem]:
     sources = find_sources(data)
     problems = []
     for source in sources:
-        folder = None if data.path is None else files.local_path(data.path)
+        folder = None if data.path is None else Path(data.path).expanduser()
         if folder and (len(sources) > 1 or (folder / source.name).is_dir()):
             folder = folder / source.name
         if source.generate is None:

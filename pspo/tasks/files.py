@@ -7,7 +7,6 @@ import csv
 import io
 import json
 import math
-import os
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -28,11 +27,6 @@ DAMAGE = (ValueError, NotImplementedError, OSError, RecursionError, csv.Error, E
 
 class WrittenNumber(str):
     """A JSON file's number with a decimal point or exponent, as the file writes it: `1e3`."""
-
-
-def local_path(path: str | Path) -> Path:
-    """A path as a user wrote it, with ~ for the home folder."""
-    return Path(os.path.expanduser(path))
 
 
 def nested_value(record: Record, column: str) -> Any:
