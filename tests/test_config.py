@@ -72,7 +72,7 @@ def test_switches_override_and_null_unsets():
 
 def test_paths_at_home_are_expanded(yaml_file, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    yaml_file("model: {name_or_path: ~/model}\n")
+    yaml_file("model: {name_or_path: ~/model}\noptimizer: {lr: 1}\n")
     config = train_config("--config=~/own.yaml", "--run.output_dir=~/out", "--run.fork_from=~/run")
     paths = [config.model.name_or_path, config.run.output_dir, config.run.fork_from]
     assert paths == [str(tmp_path / name) for name in ("model", "out", "run")]
