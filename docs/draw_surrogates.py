@@ -3,9 +3,13 @@
 Over the importance ratio, by autograd.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import matplotlib
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from pspo.losses import (
@@ -27,7 +31,7 @@ from pspo.losses import (
     NoClip,
     Surrogate,
 )  # fmt: skip
-from pspo_lab.figures import picture, styles
+from pspo_lab.view_command import COLOURS
 
 FIGURE1 = {
     "Clip, ε = 0.2": Clip(epsilon=0.2),
@@ -55,7 +59,30 @@ WEIGHTS = {  # with numbers that show the form within the picture
     "CEGPPO, ε = 0.2": CEGPPO(),
     "ASPO, ε = 0.2, δ = 3": ASPO(),
 }
-STYLES = styles({type(loss).__name__: type(loss).__name__ for loss in WEIGHTS.values()})
+DASHES = ((0, (5, 1.5)), (0, (1, 1)), "-.", "-", (0, (4, 1.5, 1, 1.5, 1, 1.5)), (0, (9, 3)))
+STYLES = {name: {"color": colour, "ls": DASHES[i % len(DASHES)]} for i, (name, colour) in enumerate(COLOURS.items())}
+INK = "#333333"  # text and axes
+RC = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "pspo",  # the same numbers give the same bytes
+    "text.parse_math": False,
+    **dict.fromkeys(("axes.edgecolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color"), INK),
+}
+
+
+@contextmanager
+def picture(path: Path, width: float, height: float, x_label: str) -> Iterator[Figure]:
+    """Yield a figure of this size in inches, dark text on white, and save it at the end."""
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        figure.supxlabel(x_label, fontsize=8)
+        yield figure
+        figure.savefig(path, facecolor="white", metadata={"Date": None})
 
 
 def surrogate_and_slope(

@@ -11,7 +11,7 @@ COMMANDS = {
     "evaluate": ("pspo.evaluate.__main__", "evaluate a model on a data set"),
     "export": ("pspo.run.export", "merge LoRA adapters into their model"),
     "view": ("pspo_lab.view_command", "a page to look inside runs: curves, groups, tokens, findings"),
-    "report": ("pspo_lab.report_command", "tables and figures of runs"),
+    "report": ("pspo_lab.report_command", "tables of runs"),
     "sweep": ("pspo_lab.sweep_command", "train and evaluate the methods, settings and seeds that a file lists"),
     "compare": ("pspo_lab.compare", "compare two evaluations, paired by problem"),
     "serve": ("pspo_vllm.serve", "start a vLLM server that draws rollouts"),

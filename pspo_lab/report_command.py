@@ -1,24 +1,21 @@
-"""Tables and pictures of trainings: ``pspo report RUNS... --output_dir report``.
+"""Tables of trainings: ``pspo report RUNS... --output_dir report``; ``pspo view RUNS...`` draws their curves.
 
-RUNS are run folders, or folders above them. Each model with its training data is a task, with tables
-and pictures of its own. Writes ``report.md`` (everything), the tables as ``table.csv`` (a line per cell, shares from 0
-to 1), and pictures as SVG. Runs without a ``summary.json`` are not finished: their curves are drawn, and the tables
-leave them out. If a model was evaluated several times on the same problems, the last by folder name counts.
+RUNS are run folders, or folders above them. Each model with its training data is a task, with tables of its own. Writes
+``report.txt`` (everything), and the tables as ``table.csv`` (a line per cell, shares from 0 to 1). Runs without a
+``summary.json`` are not finished, and the tables leave them out. If a model was evaluated several times on the same
+problems, the last by folder name counts.
 """
 
 import argparse
-import html
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from textwrap import fill, indent
+from textwrap import fill
 
 import pandas as pd
 
 from pspo.endings import user_errors
 from pspo.files import write_text
 from pspo.terminal import one_line
-from pspo_lab.figures import draw_curves
 from pspo_lab.identities import describe_identities
 from pspo_lab.runs import Runs, grouped, read_runs, run_folders
 from pspo_lab.settings import DATA, MODEL, shared_sentence
@@ -26,10 +23,6 @@ from pspo_lab.tables import DIFFERENCES, NOTES, Cell, Value, main_values, make_c
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm", "detects", "needs"]
 HOLM = "With * it is not 0 by the t-tests at 5% for all {n} of these tables together (Holm 1979)."
-MARKDOWN = re.compile(
-    r"[\\`|~$]|\*(?=\S)|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])"  # code, cells, mathematics, emphasis, links; no word_s
-    r"|^[#*=\[]|^[-+](?=[\s-]|$)|^\d+[.)](?=\s|$)"  # at the start headings, lines, lists; no -1.5
-)
 
 
 def split_tasks(runs: Runs) -> dict[str, Runs]:
@@ -42,44 +35,38 @@ def split_tasks(runs: Runs) -> dict[str, Runs]:
 
 
 def write_report(runs: Runs, output: Path) -> tuple[list[str], list[Path]]:
-    """Write the tables and pictures of every task; return sentences on who won, and the files."""
+    """Write the tables of every task; return sentences on who won, and the files."""
     tasks = split_tasks(runs)
     verdicts = []
-    markdown = []
+    paragraphs = []
     records = []
-    pictures = []
-    for number, (task, task_runs) in enumerate(tasks.items(), start=1):
+    for task, task_runs in tasks.items():
         task_tables = tables(task_runs.finished)
         if verdict := " ".join(describe_result(task_runs.finished, task_tables)):
             verdicts.append(f"Result{f' of {task}' if len(tasks) > 1 else ''}: {verdict}")
-        markdown += [f"## {escape_markdown(task)}", *map(escape_markdown, describe_runs(task_runs))]
+        paragraphs += [f"# {one_line(task)}", *map(paragraph, describe_runs(task_runs))]
         for title, cells in task_tables.items():
-            markdown += table_section(title, cells)
+            paragraphs += table_section(title, cells)
             records += [{"task": one_line(task), "table": title} | cell.record() for cell in cells]
-        if task_runs.labels:
-            pictures.append(output / (f"{number}-curves.svg" if len(tasks) > 1 else "curves.svg"))
-            draw_curves(task_runs, pictures[-1])
-            markdown.append(f"![{pictures[-1].stem}]({pictures[-1].name})")
-    write_text(output / "report.md", "\n\n".join(["# Report", *map(escape_markdown, verdicts), *markdown]) + "\n")
+    write_text(output / "report.txt", "\n\n".join([*map(paragraph, verdicts), *paragraphs]) + "\n")
     pd.DataFrame(records, columns=CELLS).to_csv(output / "table.csv", index=False)
-    return verdicts, [output / "report.md", output / "table.csv", *pictures]
+    return verdicts, [output / "report.txt", output / "table.csv"]
+
+
+def paragraph(text: str) -> str:
+    """Break a text of printable letters into lines of 100 letters."""
+    return fill(one_line(text), 100)
 
 
 def table_section(title: str, cells: Sequence[Cell]) -> Iterator[str]:
-    """Yield the Markdown paragraphs of a table."""
-    yield f"### {title}"
+    """Yield the paragraphs of a table."""
+    yield f"## {title}"
     for heading, text in table_texts(title, cells).items():
         if heading:
-            yield escape_markdown(f"On {heading}:")
-        yield indent(text, "    ")  # as code: no text in it is Markdown
+            yield f"On {one_line(heading)}:"
+        yield text
     n = sum(cell.holm is not None for cell in cells)
-    yield f"{NOTES[title]} {HOLM.format(n=n)}" if n else NOTES[title]
-
-
-def escape_markdown(text: str) -> str:
-    """Escape untrusted text, such as names and switches of runs, so that a line of Markdown shows it unchanged."""
-    text = html.escape(one_line(text), quote=False)
-    return MARKDOWN.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", text)
+    yield paragraph(f"{NOTES[title]} {HOLM.format(n=n)}" if n else NOTES[title])
 
 
 def describe_result(runs: Runs, tables: dict[str, list[Cell]]) -> Iterator[str]:
@@ -133,7 +120,7 @@ def describe_runs(runs: Runs) -> Iterator[str]:
         yield f"{shared_sentence(runs.configs)} A switch that a name leaves out has its default.".strip()
     for run in sorted(runs.labels, key=lambda run: run.name):
         if not run.summary:
-            yield f"Not finished, in the curves alone: {runs.labels[run]}, seed {run.seed} ({run.name})"
+            yield f"Not finished, in no table: {runs.labels[run]}, seed {run.seed} ({run.name})"
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -146,5 +133,5 @@ def main(args: Sequence[str] | None = None) -> None:
         output = options.output_dir.expanduser()
         output.mkdir(parents=True, exist_ok=True)
         verdicts, files = write_report(runs, output)
-    print(*(fill(one_line(verdict), 100) for verdict in verdicts), sep="\n\n")
+    print(*map(paragraph, verdicts), sep="\n\n")
     print(*(one_line(str(file)) for file in files), sep="\n")

@@ -33,13 +33,18 @@ from pspo.losses import Surrogate, token_weights
 from pspo.tasks.files import plain
 from pspo.tasks.problem import Messages, content_text
 from pspo.token_table import COLUMNS, TOKENS
-from pspo_lab.figures import method_colours
 from pspo_lab.findings import find
 from pspo_lab.identities import RATIOS, make_surrogate, token_curve
 from pspo_lab.runs import LabRun, Runs, grouped, read_runs, run_folders, skip_unreadable, warn
 from pspo_lab.settings import DATA, MODEL, SURROGATE, differing, methods, short_names
 from pspo_lab.tables import mean_over_seeds
 
+# A method has one colour, on white and on dark: Okabe & Ito's (2008) for the paper's six, and Tol's.
+COLOURS = {"Clip": "#E69F00", "NoClip": "#0072B2", "P3O": "#009E73", "PSPO": "#D55E00", "SAPO": "#CC79A7",
+           "TOPR": "#56B4E9", "REINFORCE": "#AA3377", "CISPO": "#44AA99", "GSPO": "#999933", "GMPO": "#B2182B",
+           "VESPO": "#6C63B5", "DPPO": "#B58900", "SPO": "#1B7F3B", "DRO": "#B15928", "CEGPPO": "#3366AA",
+           "ASPO": "#C43C6B"}  # fmt: skip
+OWN_COLOURS = ("#8E6FD1", "#5B8C2A", "#0F8B9D", "#C2559A", "#D9534F", "#B07A3A", "#8C8C8C")  # for other losses
 FOLDER = Path(__file__).parent / "page"
 TOKEN_TYPES = COLUMNS | {"token_id": float}  # a run of another trainer may lack token ids
 NEWEST = ("reward", "validation_reward", "entropy", "kl_old_new", "truncated_share")  # in the table of runs
@@ -95,6 +100,12 @@ def setting_curves(runs: Runs) -> Iterator[Record]:
             "step": encode_floats(sides["mean"].index),
             **{side: encode_columns(table, list(table)) for side, table in sides.items()},
         }
+
+
+def method_colours(names: Iterable[str]) -> dict[str, str]:
+    """Return the colour of each method: fixed for a loss of `pspo.losses`, else the next of `OWN_COLOURS`."""
+    own = sorted(set(names) - COLOURS.keys())
+    return COLOURS | {name: OWN_COLOURS[i % len(OWN_COLOURS)] for i, name in enumerate(own)}
 
 
 def encode_floats(values: Any) -> str:

@@ -125,7 +125,7 @@ def test_what_a_run_of_another_trainer_lacks_is_left_out(runs, tmp_path):
     assert sorted(np.concatenate(weights)) == sorted(table["weight"])
     assert recorded(data)[0][1]["recorded"]["visits"][0].keys() == {"step", "weights", "logprob"}
     report([str(tmp_path), "--output_dir", str(tmp_path / "report")])
-    assert "the curves alone: Clip, seed 0" in (tmp_path / "report/report.md").read_text()
+    assert "in no table: Clip, seed 0" in (tmp_path / "report/report.txt").read_text()
 
 
 def test_of_a_problem_that_comes_twice_in_a_rollout_each_copy_has_its_own_tokens(runs, tmp_path, capsys):
