@@ -57,7 +57,7 @@ def train(steps: int = STEPS, seed: int = 0) -> torch.nn.Module:
         # 5. Two epochs over the same rollout. In the first the policy has not moved since it drew: the ratio is 1.
         old_logprobs = None
         for _ in range(EPOCHS):
-            hidden = hidden_states(policy, trained, shared=True)  # (N, H), of the N tokens drawn: one pass
+            hidden = hidden_states(policy, trained.token_ids, shared=True)  # (N, H), of the N tokens drawn: one pass
             leaf = hidden.detach().requires_grad_()  # loss.backward() stops here
             drawn, _ = head_logprobs(policy, leaf, trained.targets(slice(None)), TEMPERATURE)  # (N,), and entropies
             logprobs = unflatten(drawn, mask)  # (b, t), 0 after a completion's end

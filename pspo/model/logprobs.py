@@ -21,15 +21,6 @@ CHUNK_TOKENS = 256  # fewest in a chunk: each chunk costs a pass over the output
 CACHED_LOGITS = 2**16  # logits that stay in a CPU's cache
 
 
-class TokenRows(NamedTuple):
-    """Prompts (B, P), left-padded, with their completions (B, T), right-padded, on the CPU."""
-
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    completion_ids: Tensor
-    completion_mask: Tensor
-
-
 class Targets(NamedTuple):
     """Completion tokens and, to renormalise log-probs, the nucleus that each token was drawn from. On the CPU."""
 
@@ -67,10 +58,9 @@ def token_logprobs(
         nucleus_ids: the nucleus of each unmasked token, as in `Targets`.
         with_entropies: also return the entropies (B, T) of the tokens' distributions.
     """
-    rows = TokenRows(prompt_ids.cpu(), prompt_mask.cpu(), completion_ids.cpu(), completion_mask.cpu())
-    mask = rows.completion_mask
-    hidden = hidden_states(model, rows, shares_prompts(model))
-    targets = Targets(rows.completion_ids[mask], nucleus_ids)
+    ids, mask = completion_ids.cpu(), completion_mask.cpu()
+    hidden = hidden_states(model, (prompt_ids.cpu(), prompt_mask.cpu(), ids, mask), shares_prompts(model))
+    targets = Targets(ids[mask], nucleus_ids)
     chunks = row_chunks(model, mask)
     head = head_logprobs if len(chunks) == 1 else recomputed_logprobs
     parts = [head(model, hidden[tokens], targets.select(tokens), temperature) for _, tokens in chunks]
@@ -78,19 +68,20 @@ def token_logprobs(
     return (logprobs, entropies) if with_entropies else logprobs
 
 
-def hidden_states(model: PreTrainedModel, rows: TokenRows, shared: bool) -> Tensor:
+def hidden_states(model: PreTrainedModel, token_ids: Sequence[Tensor], shared: bool) -> Tensor:
     """(N, H) last hidden states, from which the model predicts each unmasked completion token, row after row.
 
-    With ``shared``, adjacent rows of one prompt, as in a `pspo.rollout.Rollout`, compute the prompt once.
+    ``token_ids`` are a `pspo.rollout.Rollout`'s. With ``shared``, adjacent rows of one prompt compute it once.
     """
-    ids = torch.cat([rows.prompt_ids, rows.completion_ids], dim=1)[:, :-1]  # the last token predicts nothing
-    mask = torch.cat([rows.prompt_mask, rows.completion_mask], dim=1)[:, :-1].long()
+    prompt_ids, prompt_mask, completion_ids, completion_mask = token_ids
+    ids = torch.cat([prompt_ids, completion_ids], dim=1)[:, :-1]  # the last token predicts nothing
+    mask = torch.cat([prompt_mask, completion_mask], dim=1)[:, :-1].long()
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    width = rows.prompt_ids.shape[1]
+    width = prompt_ids.shape[1]
     states = hidden_states_of_shared_prompts(model, ids, mask, positions, width) if shared else None
     if states is None:
         states = body_states(model, ids, mask, positions)[:, width - 1 :]
-    return states.flatten(0, 1)[token_index(rows.completion_mask, states.device)]
+    return states.flatten(0, 1)[token_index(completion_mask, states.device)]
 
 
 def token_index(mask: Tensor, device: torch.device) -> Tensor:

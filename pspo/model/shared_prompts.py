@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,38 +110,32 @@ class PassCache(DynamicCache):
         return layer.update(keys, values, *args, **kwargs)
 
 
-class SharedPrefix(NamedTuple):
-    """The L tokens with which all prompts begin, computed once; L may be 0."""
-
-    cache: PassCache  # for a pass over what follows the prefix: columns L and later
-    mask: Tensor  # for that pass: in every row columns 0 to L - 1 hold the prefix, and the row's own copy is masked
-    length: int
-
-
 def share_prefix(
     model: PreTrainedModel, prompt_ids: Tensor, prompt_mask: Tensor, mask: Tensor, positions: Tensor
-) -> SharedPrefix:
+) -> tuple[PassCache, Tensor, int]:
     """On a CPU, compute the common beginning of left-padded prompts (n, P) once, if it has MIN_PREFIX tokens.
 
     A GPU gains nothing: another pass costs more, by its kernel launches, than the common beginning in every row.
-    ``mask`` and ``positions``, (b, P + ...), belong to the rows that continue the prompts.
+    ``mask`` and ``positions``, (b, P + ...), belong to the rows that continue the prompts. Returns the cache and the
+    mask of a pass over what follows, columns L and later, and L, which may be 0. In every row of that mask, columns 0
+    to L - 1 hold the beginning, and the row's own copy is masked.
     """
     cache = PassCache(model)
     if len(prompt_ids) == 1 or model.device.type == "cuda" or not attends_fully(model) or dist.is_sharded(model):
-        return SharedPrefix(cache, mask, 0)
+        return cache, mask, 0
     width = prompt_ids.shape[1]
     lengths = prompt_mask.sum(dim=1)
     columns = torch.arange(int(lengths.min()) - 1)  # the prefix is shorter than the shortest prompt
     aligned = prompt_ids.gather(1, (width - lengths)[:, None] + columns)
     L = int((aligned == aligned[0]).all(dim=0).cumprod(dim=0).sum())
     if L < MIN_PREFIX:
-        return SharedPrefix(cache, mask, 0)
+        return cache, mask, 0
     columns = columns[None, :L]
     body_states(model, aligned[:1, :L], torch.ones_like(columns), columns, cache)
     mask = mask.clone()
     mask[:, L:width] *= positions[:, L:width] >= L
     mask[:, :L] = 1
-    return SharedPrefix(PassCache(model, cache, torch.zeros(len(prompt_ids), dtype=torch.long)), mask, L)
+    return PassCache(model, cache, torch.zeros(len(prompt_ids), dtype=torch.long)), mask, L
 
 
 def attends_fully(model: PreTrainedModel) -> bool:

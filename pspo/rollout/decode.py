@@ -36,13 +36,12 @@ class Prefill(NamedTuple):
 def prefill(model: PreTrainedModel, prompts: Padded) -> Prefill:
     """Pass prompts (N, P) through the model once; on a CPU, their common beginning once for all of them."""
     positions = (prompts.mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    prefix = share_prefix(model, prompts.ids, prompts.mask, prompts.mask.long(), positions)
-    L = prefix.length
-    ids, visible, positions = to_model(model, prompts.ids[:, L:], prefix.mask, positions[:, L:])
-    logits = next_logits(model, prefix.cache, ids, visible, positions)
+    pass_cache, mask, L = share_prefix(model, prompts.ids, prompts.mask, prompts.mask.long(), positions)
+    ids, visible, positions = to_model(model, prompts.ids[:, L:], mask, positions[:, L:])
+    logits = next_logits(model, pass_cache, ids, visible, positions)
     cache = DynamicCache(config=model.config)
-    cache.layers = prefix.cache.filled
-    return Prefill(logits, positions[:, -1:], prefix.mask, cache)
+    cache.layers = pass_cache.filled
+    return Prefill(logits, positions[:, -1:], mask, cache)
 
 
 def next_logits(model: Callable[..., Any], cache: DynamicCache, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig
     visits = []
     gradients = []
     with autocast(config.model.autocast, policy.device):  # around everything: weights are cast once
-        hidden = hidden_states(policy, rollout, learner.shares_prompts)  # (N, H)
+        hidden = hidden_states(policy, rollout.token_ids, learner.shares_prompts)  # (N, H)
         for rows, tokens in row_chunks(policy, rollout.completion_mask):
             states = hidden[tokens].detach().requires_grad_()  # (n, H)
             logprobs, entropies = head_logprobs(policy, states, rollout.targets(rows), config.rollout.temperature)

@@ -57,24 +57,15 @@ def concat_columns(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def step_metrics(tokens: dict[str, Tensor], counts: Counts, config: TrainConfig) -> dict[str, float]:
-    """Statistics of a step over all ranks' tokens: `diagnose`, entropy in rows with a signal, and `term_metrics`."""
+    """Statistics of a step over all ranks' tokens: `diagnose`, entropy in rows with a signal; KL, correction if on."""
+    algorithm = config.algorithm
     is_active = tokens["advantage"] != 0
     active = {name: values[is_active] for name, values in tokens.items()}
     metrics = diagnose(active["logprob"], active["old_logprob"], active["advantage"], active["weight"], active["row"])
     is_trained = torch.isin(tokens["row"], active["row"])
     entropies = tokens["entropy"][is_trained] if is_trained.any() else tokens["entropy"]  # all if no row has a signal
     metrics["entropy"] = entropies.sum().item() / max(len(entropies), 1)
-    if config.algorithm.beta > 0 or config.correction != "none":
-        metrics |= term_metrics(tokens, counts, config)
-    return metrics
-
-
-def term_metrics(tokens: dict[str, Tensor], counts: Counts, config: TrainConfig) -> dict[str, float]:
-    """Statistics of the KL penalty and of the correction, each if it is on."""
-    algorithm = config.algorithm
-    metrics = {}
     old_logprobs = tokens["old_logprob"]
-    is_active = tokens["advantage"] != 0
     if algorithm.beta > 0:
         logprobs = (tokens["logprob"], tokens["reference_logprob"])
         kl = kl_estimate(*logprobs, torch.ones_like(is_active), algorithm.kl_estimator, old_logprobs)
