@@ -52,7 +52,7 @@ def test_options_are_those_of_the_optimizers_class(tiny_model):
         check_optimizer(OptimizerConfig(lr=0.1, options={"foreach": True}))
     with pytest.raises(ValueError, match=r"--optimizer\.lr must be set"):
         make_optimizer(tiny_model(), OptimizerConfig())
-    with pytest.raises(ValueError, match=r"the learning rate is --optimizer\.lr"):
+    with pytest.raises(ValueError, match=r"--optimizer\.options .*multiple values .*'lr'"):
         check_optimizer(replace(config, options={"lr": 0.2}))
 
 

@@ -39,23 +39,21 @@ def make_optimizer(policy: transformers.PreTrainedModel, config: OptimizerConfig
 def new_optimizer(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that --optimizer.name selects, for groups of parameters with a weight_decay each."""
     require(config.lr is not None, "optimizer.lr", "must be set: its default depends on the model", config.lr)
-    options = config.options | {"lr": float(config.lr)}  # a plain float, for checkpoints
+    lr = float(config.lr)  # a plain float, for checkpoints
     if config.name == "sgd":
-        return torch.optim.SGD(groups, **options)
+        return torch.optim.SGD(groups, lr=lr, **config.options)
     if config.name == "adamw":
-        return torch.optim.AdamW(groups, fused=True, **options)
+        return torch.optim.AdamW(groups, lr=lr, fused=True, **config.options)
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
     optimizer = AdamW8bit if config.name == "adamw8bit" else PagedAdamW8bit
-    return optimizer(groups, **options)
+    return optimizer(groups, lr=lr, **config.options)
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
     """Raise ValueError unless --optimizer.name's library is installed and takes --optimizer.options."""
     if "8bit" in config.name and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"--optimizer.name {config.name} needs bitsandbytes: pip install 'pspo[adamw8bit]'")
-    if "lr" in config.options:
-        raise ValueError("--optimizer.options: the learning rate is --optimizer.lr")
     try:
         new_optimizer([{"params": [nn.Parameter(torch.zeros(1))]}], config)
     except (TypeError, ValueError, RuntimeError) as error:
