@@ -1,5 +1,5 @@
 "use strict";
-// The page of pspo_lab.view. All text from runs goes in by textContent, so nothing that a model wrote can run.
+// The page of pspo view. All text from runs goes in by textContent, so nothing that a model wrote can run.
 
 const COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8a6d3b", "#7f7f7f"];
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
