@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 
 from pspo.errors import RewardError
 from pspo.tasks.answers import after_thoughts
@@ -23,30 +24,24 @@ from pspo.tasks.rewards import Reward
 SANDBOX = Path(__file__).with_name("sandbox.py")
 START_SECONDS = 60  # for Python to start, on a busy machine
 MAX_REPORT = 4096  # bytes
-FENCED = re.compile(  # a block of Markdown: its fence begins a line or a list item
-    r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>(?P<mark>[`~])(?P=mark){2,})(?P<info>[^`~\n]*)\n"
-    r"(?P<code>.*?)(?:^[ \t]*(?P=fence)(?P=mark)*[ \t\r]*$|\Z)",
-    re.MULTILINE | re.DOTALL,
-)
-DEFINES = (re.compile(r"^(async +)?(def|class) ", re.MULTILINE), re.compile(r"^\w+ *=", re.MULTILINE), re.compile(""))
+FENCED = re.compile(r"^[ \t]*```([^`\n]*)\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)  # language, code
+DEFINES = re.compile(r"^(async +)?(def|class) ", re.MULTILINE)
 CHECKS = re.compile(r"assert|raise|fail", re.IGNORECASE)  # a test that can fail has one of these words
 N_CHECKED = 32  # problems whose tests are run before the training
 
 
 def extract_code(completion: str) -> str:
-    """Return the program in an answer, without its thoughts: the last ```python block that defines something.
+    """Return the program in an answer, without its thoughts: the last ```python block that defines a function or class.
 
-    If no block is Python, the last block that defines something; if there is no block, the whole answer.
+    If none defines one, the last ```python block; without ```python, blocks of any language count; without blocks, the
+    whole answer is the program. A block stands between two lines that begin with ```, indented or not.
     """
     completion = after_thoughts(completion)
-    blocks: dict[bool, list[str]] = {True: [], False: []}  # by whether they are Python
-    for block in FENCED.finditer(completion):
-        language = (block["info"].split() or [""])[0].lower()
-        indent = rf"^[ \t]{{0,{len(block['indent'])}}}"
-        code = re.sub(indent, "", block["code"], flags=re.MULTILINE)
-        blocks[language in ("python", "python3", "py")].append(code)
-    candidates = blocks[True] or blocks[False] or [completion]
-    return next(code for kind in DEFINES for code in reversed(candidates) if kind.search(code))
+    blocks = [(info.lower().split()[:1], dedent(code)) for info, code in FENCED.findall(completion)]
+    python = [code for language, code in blocks if language in (["python"], ["python3"], ["py"])]
+    candidates = python or [code for _, code in blocks] or [completion]
+    defining = [code for code in candidates if DEFINES.search(code)]
+    return (defining or candidates)[-1]
 
 
 @dataclass(frozen=True)
@@ -54,8 +49,9 @@ class CodeReward(Reward):
     """Share of a problem's tests that the completion's program passes; Linux on x86_64 or aarch64.
 
     `extract_code` finds the program. A test is Python code that raises if the program is wrong, such as
-    `assert add(1, 2) == 3`. It runs after the program, in the program's namespace, as `__main__`. Tests that assert
-    nothing, or pass without a program, are refused before training. The reward of a problem without tests is None.
+    `assert add(1, 2) == 3`. It runs after the program, in the program's namespace, as `__main__`. Test cases of
+    unittest end in `assert unittest.main(exit=False).result.wasSuccessful()`, as `unittest.main()` always raises. Tests
+    that assert nothing, or pass without a program, are refused before training. The reward without tests is None.
 
     Every completion runs in a Python process of its own (`pspo_lab.sandbox`), which is killed when its time is up. If
     the kernel refuses to confine this process, nothing is run and the reward raises. docs/guide/rewards.md says what

@@ -13,13 +13,14 @@ from pspo.tasks import Problem, check_rewards
 from pspo_lab.code import SANDBOX, CodeReward, extract_code
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is seccomp")
+LONG_LANGUAGE = "```" + "a" * 10**6 + "`"
 SQUARE = "\ndef square(x): return x * x\n"
 HUMAN_EVAL = "METADATA = {'author': 'jt'}\n\ndef check(candidate):\n    assert candidate(2) == 4\n\n"
 UNITTEST = """
 import unittest
 class Test(unittest.TestCase):
     def test_square(self): self.assertEqual(square(3), 9)
-if __name__ == '__main__': unittest.main()
+if __name__ == '__main__': assert unittest.main(exit=False).result.wasSuccessful()
 """
 
 
@@ -38,14 +39,12 @@ def children() -> list[str]:
     ("completion", "code"),
     [
         ("a = 1", "a = 1"), ("so:\n```python\na = 1", "a = 1"),
-        ("```python\na = 1\n```\n```py\na = 2\n```\n```\nout\n```", "a = 2\n"),
+        ("```python\na = 1\n```\n``` py\na = 2\n```\n```\nout\n```", "a = 2\n"),
         ("Mind the ``` here:\n```python\na = 1\n```", "a = 1\n"),
         ("1. So:\n\n   ```python\n   if a:\n       b\n   ```\n2. Done", "if a:\n    b\n"),
-        ("~~~python\na = 1\n~~~", "a = 1\n"),
-        ("````python\na = 1\n```\nb\n````", "a = 1\n```\nb\n"),
         ("```\ndef f(): pass\n```\nprints\n```\n3\n```", "def f(): pass\n"),
         ("```python\ndef f(): pass\n```\nUse it:\n```python\nx = f()\n```", "def f(): pass\n"),
-        ("`" * 10**6, "`" * 10**6), ("```\n" * 9 + "~" * 10**6, "~" * 10**6),
+        ("`" * 10**6, "`" * 10**6), ("```\n" * 9 + "~" * 10**6, "~" * 10**6), (LONG_LANGUAGE, LONG_LANGUAGE),
     ],
 )  # fmt: skip
 def test_extract_code(completion, code):
