@@ -76,13 +76,13 @@ def describe_result(runs: Runs, tables: dict[str, list[Cell]]) -> Iterator[str]:
         return
     winner, *others = sorted(make_cells(values), key=lambda cell: -cell.mean)
     column = winner.column
-    best = column.number(winner.mean) + ("%" if column.is_share else "")
+    best = column.text(winner.mean)
     untrained = [cell for cell in tables.get("Accuracy", []) if cell.column == column and not cell.seeds]
     if len(untrained) == 1:  # several if prompts differ
-        best += f" (untrained {column.number(untrained[0].mean)})"
+        best += f" (untrained {column.text(untrained[0].mean)})"
     best += f" {column.measure} on {column.test}" if column.test else f" {column.measure}"
     if others:
-        by = column.amount(winner.mean - others[0].mean)
+        by = column.difference_text(winner.mean - others[0].mean)
         yield f"{winner.row} came first with {best}, {by} above {others[0].row}."
         second = others[0].row
         found = {(value.row, value.run.seed): value for value in values}
@@ -92,7 +92,7 @@ def describe_result(runs: Runs, tables: dict[str, list[Cell]]) -> Iterator[str]:
         yield f"{winner.row} reached {best}; there is no second setting."
     sd, df = noise_floor(values)
     if df:
-        floor = f"{column.amount(sd)} (standard deviation, {df} degrees of freedom)"
+        floor = f"{column.difference_text(sd)} (standard deviation, {df} degrees of freedom)"
         yield f"Noise floor: two runs of one setting with different seeds differ by {floor}."
     tested = [cell.holm for cell in tables.get(DIFFERENCES, []) if cell.holm is not None]
     if tested:
@@ -106,11 +106,11 @@ def describe_luck(differences: Sequence[Value]) -> str:
     cell = next(iter(make_cells(differences)), None)
     if cell is None or cell.estimate is None:
         return f"That cannot be told from luck: it takes 3 seeds that both settings have, and there are {seeds}."
-    text = f"{cell}{cell.column.unit}"
+    text = cell.column.difference_text(cell.mean, cell.interval)
     if cell.estimate.p() < 0.05:
         return f"That is more than luck: {text} over {seeds} seeds and their problems."
     if cell.estimate.detects() > 0:
-        text += f"; {seeds} seeds would detect {cell.column.amount(cell.estimate.detects())}"
+        text += f"; {seeds} seeds would detect {cell.column.difference_text(cell.estimate.detects())}"
     return f"That cannot be told from luck: {text}."
 
 

@@ -159,7 +159,7 @@ def show_plan(plan: list[Method]) -> None:
 def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
     """Lines: the time that all runs take, the noise floor, and what the seeds of each experiment detect."""
     sd = sweep.sd and sweep.sd / 100
-    column = Column("", "", is_share=True)
+    column = Column("", "accuracy")
     if sweep.pilot is not None:
         pilot = read_runs(run_folders([sweep.pilot])).finished
         require(len(pilot.labels) > 0, "pilot", "must have finished runs", sweep.pilot)
@@ -173,11 +173,11 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
     if sd is None:
         yield "What can these seeds detect? Give --pilot RUNS or --sd POINTS; a pilot also tells the hours."
         return
-    yield f"Noise floor: two seeds of one setting differ by {column.amount(sd)} (standard deviation)."
+    yield f"Noise floor: two seeds of one setting differ by {column.difference_text(sd)} (standard deviation)."
     for name in dict.fromkeys(method.experiment for method in plan):
         found = Estimate(0.0, sd**2, 0.0, len(sweep.experiments[name].seeds), 1)
         if found.n_seeds > 1:
-            detected = f"{found.n_seeds} seeds detect {column.amount(found.detects())} between two settings"
+            detected = f"{found.n_seeds} seeds detect {column.difference_text(found.detects())} between two settings"
             yield f"{name}: {detected} at 80% power; 1, 2, 5 points take {found.seeds_text()} seeds."
 
 

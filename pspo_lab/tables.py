@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import t
 
+from pspo.evaluate.statistics import Number, as_text
 from pspo.terminal import one_line
 from pspo_lab.power import Estimate, estimate
 from pspo_lab.runs import STAGES, LabRun, Runs, TestResult, grouped, read_problems, skip_unreadable
@@ -19,14 +20,14 @@ from pspo_lab.settings import differing, make_setting, methods
 BASELINES = ("Clip", "NoClip")  # methods that paired differences subtract
 TREATMENT = ("algorithm.", "optimizer.")  # switches in which the two runs of a pair may differ
 SEEDS_FOR_AN_INTERVAL = 3
-COMPARED = ("final reward", "area under the curve", "final validation reward")
+COMPARED = ("final reward", "mean reward", "final validation reward")
 OF_SEEDS = ("collapsed", "returned untrained")  # shares, which have no interval
 DIFFERENCES = "Paired differences"
 NOTES = {
     "Accuracy": "Greedy or at temperature T, of the model that each run returned, the best by validation, and of its "
     "final one; gold anywhere is the paper's true accuracy. Mean over seeds, from three on with the 95% t-interval "
     "over seeds and problems, both taken as samples; for one seed over problems.",
-    "Learning": "Training reward: peak and final are means over a tenth of the rollouts, the area over all. A seed has "
+    "Learning": "Training reward: peak and final are means over a tenth of the rollouts, mean over all. A seed has "
     "collapsed when its final reward is below half of its peak; it returned the untrained model when no validation was "
     "better than step 0's.",
     DIFFERENCES: "Setting minus baseline of the same seed and experiment, which saw the same prompts in the "
@@ -36,25 +37,20 @@ NOTES = {
 
 
 class Column(NamedTuple):
-    """A measure in tables, of a test such as "gsm8k test, n = 1,319", or of the training; shares are in percent."""
+    """A measure in tables, of a test such as "gsm8k test, n = 1,319", or of the training."""
 
     test: str  # "" for the training
     measure: str
-    is_share: bool = False
 
     def __str__(self) -> str:
-        return f"{self.test}: {self.measure}{' (%)' if self.is_share else ''}".removeprefix(": ")
+        return f"{self.test}: {self.measure}".removeprefix(": ")
 
-    @property
-    def unit(self) -> str:
-        return " points" if self.is_share else ""
+    def text(self, number: float, interval: Sequence[float] | None = None) -> str:
+        return as_text(self.measure, Number(number, interval))
 
-    def number(self, number: float) -> str:
-        factor, digits = (100, 1) if self.is_share else (1, 3)
-        return f"{round(factor * float(number), digits) + 0.0:.{digits}f}"
-
-    def amount(self, number: float) -> str:
-        return self.number(number) + self.unit
+    def difference_text(self, number: float, interval: Sequence[float] | None = None) -> str:
+        """The text of a difference of two numbers: "0.7 points [-5.1, 6.4]"; of rewards "0.007 [-0.051, 0.064]"."""
+        return self.text(number, interval).replace("%", " points")
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ def accuracies(runs: Runs, *stages: str, sampled: bool = False) -> list[Value]:
             title += f", T = {test.temperature}"
         for measure in shown_measures(test):
             name = f"{'final ' if test.stage == 'final' else ''}{measure.replace('_', ' ')}"
-            column = Column(title, name, measure != "mean_reward")
+            column = Column(title, name)
             run = None if test.stage == "before" else test.run
             row = test.model if run is None else runs.labels[run]
             if run is None and test.run is not None and prompts:  # which change what an untrained model does
@@ -142,15 +138,14 @@ def learning(runs: Runs) -> list[Value]:
         courses[run] = {
             "final reward": final,
             "peak reward": peak,
-            "area under the curve": rewards.mean(),
+            "mean reward": rewards.mean(),
             "collapsed": float(final < peak / 2) if peak > 0 else np.nan,  # half of a negative peak is above it
             "best trained validation reward": validation.max(),
             "final validation reward": validation.iloc[-1] if len(validation) else np.nan,
             "returned untrained": np.nan if best_step is None else float(best_step == 0),
         }
     numbers = pd.DataFrame.from_dict(courses, orient="index").melt(ignore_index=False).dropna()  # column by column
-    columns = {name: Column("", name, name in OF_SEEDS) for name in numbers["variable"]}
-    return [Value(run, runs.labels[run], columns[name], value) for run, name, value in numbers.itertuples()]
+    return [Value(run, runs.labels[run], Column("", name), value) for run, name, value in numbers.itertuples()]
 
 
 def paired_differences(runs: Runs) -> list[Value]:
@@ -200,20 +195,13 @@ class Cell:
 
     def record(self) -> dict[str, Any]:
         """Columns of table.csv, in which shares are written as shares."""
-        record = {"row": one_line(self.row), "column": one_line(str(self.column).removesuffix(" (%)"))}
+        record = {"row": one_line(self.row), "column": one_line(str(self.column))}
         low, high = self.interval or (None, None)
         record |= {"seeds": self.seeds, "mean": self.mean, "low": low, "high": high}
         if self.holm is not None:
             found = self.estimate
             record |= {"p": found.p(), "holm": self.holm, "detects": found.detects(), "needs": found.seeds_text()}
         return record
-
-    def __str__(self) -> str:
-        mean = self.column.number(self.mean)
-        if self.interval is None:
-            return mean
-        low, high = map(self.column.number, self.interval)
-        return f"{mean} [{low}, {high}]"
 
 
 def make_cells(values: Iterable[Value]) -> list[Cell]:
@@ -276,14 +264,16 @@ def table_texts(title: str, cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def value_table(cells: Sequence[Cell]) -> pd.DataFrame:
-    """Return texts such as "86.8 [86.0, 87.5]", with the number of seeds where it differs from the row's."""
+    """Return texts such as "86.8% [86.0, 87.5]", with the number of seeds where it differs from the row's."""
     seeds: dict[str, int] = {}
     for cell in cells:
         seeds[cell.row] = max(seeds.get(cell.row, 0), cell.seeds)
     texts = pd.DataFrame({"seeds": {row: str(n or "–") for row, n in seeds.items()}})
     for cell in cells:
-        text = str(cell) if cell.seeds == seeds[cell.row] else f"{cell} (n = {cell.seeds})"
-        texts.loc[cell.row, str(cell.column._replace(test=""))] = text
+        text = cell.column.text(cell.mean, cell.interval)
+        if cell.seeds != seeds[cell.row]:
+            text += f" (n = {cell.seeds})"
+        texts.loc[cell.row, cell.column.measure] = text
     return texts.fillna("–")
 
 
@@ -292,10 +282,11 @@ def difference_table(cells: Sequence[Cell]) -> pd.DataFrame:
     lines = {}
     for cell in cells:
         found = cell.estimate
+        star = "*" if found and cell.holm < 0.05 else ""
         lines[cell.row] = {
             "seeds": str(cell.seeds),
-            "difference": f"{cell}*" if found and cell.holm < 0.05 else str(cell),
-            "detects": cell.column.number(found.detects()) if found else "–",
+            "difference": cell.column.difference_text(cell.mean, cell.interval) + star,
+            "detects": cell.column.difference_text(found.detects()) if found else "–",
             "seeds for 1, 2, 5 points": found.seeds_text() if found else "–",
         }
     return pd.DataFrame.from_dict(lines, orient="index")

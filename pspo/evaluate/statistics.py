@@ -149,10 +149,10 @@ def as_text(name: str, number: Number) -> str:
     if name == "completion_tokens":
         return f"{number.value:.1f}"
     factor, digits, unit = (1, 3, "") if "reward" in name else (100, 1, "%")
-    text = f"{factor * number.value:.{digits}f}{unit}"
+    text = f"{factor * number.value:z.{digits}f}{unit}"  # z: no "-0.0"
     if number.ci95:
         low, high = number.ci95
-        text += f" [{factor * low:.{digits}f}, {factor * high:.{digits}f}]"
+        text += f" [{factor * low:z.{digits}f}, {factor * high:z.{digits}f}]"
     return f"{text} ({number.left_out:,} left out)" if number.left_out else text
 
 

@@ -112,7 +112,7 @@ def test_learning_of_a_known_curve(make_run, report, end, collapsed):
     rewards = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.9, *[0.5] * 11, *end]
     make_run("a", "Clip", rewards=rewards, metrics={"validation_reward": [0.1, 0.7, *[0.3] * 18]})
     cells, _, _ = report()
-    columns = ("final reward", "peak reward", "area under the curve", "collapsed", "best trained validation reward",
+    columns = ("final reward", "peak reward", "mean reward", "collapsed", "best trained validation reward",
                "final validation reward", "returned untrained")  # fmt: skip
     learning = [cells[SUMS, "Learning", "Clip", column][1] for column in columns]
     expected = [sum(end) / 2, 0.95, sum(rewards) / 20, collapsed, 0.7, 0.3, 0]
@@ -165,7 +165,7 @@ def test_paired_differences_are_of_the_same_seed_and_experiment(make_run, report
     row, noclip = (f"PSPO - {method}" for method in ("Clip", "NoClip"))
     assert {row for row, _ in pairs} == {row, noclip, "NoClip - Clip"}
     half = T2 * np.std([0.1, 0.1, 0.2], ddof=1)
-    for column in (ACCURACY, ANYWHERE, "final reward", "area under the curve"):
+    for column in (ACCURACY, ANYWHERE, "final reward", "mean reward"):
         assert close(pairs[row, column], 3, 0.4 / 3, 0.4 / 3 - half, 0.4 / 3 + half), column
     half = T2 * np.std([0.1, 0.3, 0.3], ddof=1)
     assert close(pairs[noclip, ACCURACY], 3, 0.7 / 3, 0.7 / 3 - half, 0.7 / 3 + half)
@@ -230,12 +230,12 @@ def test_one_algorithm_under_two_names_is_named_and_who_won_comes_first(make_run
             make_run(f"{alpha}{seed}", method, seed, after=after, metrics=metrics, own=own, **{"algorithm.beta": beta})
     _, text, _ = report()
     verdict = " ".join(text.split("\n\n")[0].split())
-    assert re.search(r"points \(standard.*\. NoClip \(beta=0.1\) and PSPO \(beta=0.09\) are one algorithm", verdict)
-    assert re.match(r"Result: PSPO \(.*\) came first with 60\.7% \(untrained 30\.0\) accuracy on sums test", verdict)
+    floor = f"{100 * math.sqrt(2 * (0.01 + 0.01 + 0.01053) / 3):.1f} points"
+    assert re.search(rf"differ by {floor} \(.*\. NoClip \(beta=0.1\) and PSPO \(beta=0.09\) are one algo", verdict)
+    assert re.match(r"Result: PSPO \(.*\) came first with 60\.7% \(untrained 30\.0%\) accuracy on sums test", verdict)
     assert gradient(DPPO(epsilon=0.6), False).tolist() != gradient(NoClip(), False).tolist()  # likely tokens tell
-    assert "That cannot be told from luck: 0.7 [-5.1, 6.4] points; 3 seeds would detect 7.5 points." in verdict
-    floor = 100 * math.sqrt(2 * (0.01 + 0.01 + 0.01053) / 3)
-    assert f"Noise floor: two runs of one setting with different seeds differ by {floor:.1f} points" in verdict
+    assert "That cannot be told from luck: 0.7 points [-5.1, 6.4]; 3 seeds would detect 7.5 points." in verdict
+    assert Column("", "accuracy").difference_text(-4e-4, (-0.2, 0.1)) == "0.0 points [-20.0, 10.0]"  # not -0.0
 
 
 def test_a_class_of_a_user_s_is_named_by_all_arguments_and_files_between_runs_are_left_out(make_run, report):
@@ -352,8 +352,8 @@ def test_whatever_cannot_be_read_is_named_and_the_rest_reported(make_run, make_e
     (unseen / "summary.json").write_text('{"before": {}, "after": {}, "best_step": 2}')  # --run.test_limit 0
     cells, _, err = report(tmp_path / "runs", good)
     assert close(cells[SUMS, "Accuracy", "Clip", ACCURACY], 1, 0.5, 0.4, 0.7)
-    assert close(cells[SUMS, "Learning", "Clip", "area under the curve"], 1, 0.2, None, None)
-    assert close(cells[SUMS, "Learning", "NoClip", "area under the curve"], 1, 0.3, None, None)
+    assert close(cells[SUMS, "Learning", "Clip", "mean reward"], 1, 0.2, None, None)
+    assert close(cells[SUMS, "Learning", "NoClip", "mean reward"], 1, 0.3, None, None)
     for line in ("e1: .*damaged", "broken: .*damaged", "torn: .*damaged", "stopped: the same setting and seed"):
         assert re.search(line, err), line
 
