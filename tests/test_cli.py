@@ -111,7 +111,7 @@ def test_the_card_of_each_model_has_the_run_in_numbers(run):
 def test_a_card_has_front_matter_for_the_hub_and_no_path_and_leaves_texts_alone(model):
     words = [f"--model.name_or_path={model}", "--data.system_prompt=# no\n```\n<b>heading {{ 1 + 1 }}"]
     unmeasured = {"before": {}, "after": {}, "final": {}, "validation": {}, "best_step": 10, "optimizer_steps": 10}
-    text = model_card(*parse(TrainConfig, "pspo.train", words), 10, unmeasured)
+    text = model_card(*parse(TrainConfig, "pspo.train", [*words, "--optimizer.lr=1"]), 10, unmeasured)
     data = ModelCard(text).data
     assert (data.base_model, data.library_name) == (None if model[0] == "/" else model, "transformers")
     assert "/home/me" not in text
