@@ -346,7 +346,6 @@ def test_exact_match():
     problems = [Problem("?", answer) for answer in ("New York", "new york", "b", None, Fraction("5000.5"))]
     completions = ["It is\n#### New  York", "New York", "#### a", "x", "$5,000.50"]
     assert ExactMatch()(completions, problems) == [1, 0, 0, None, 1]
-    assert ExactMatch(ignore_case=True)(completions, problems) == [1, 1, 0, None, 1]
 
 
 def test_soft_overlong_is_the_formula():

@@ -88,13 +88,10 @@ class FormatReward(Reward):
 class ExactMatch(Reward):
     """1 if the completion's answer is the gold one, a text exactly, a number within 1e-6, else 0; None without one."""
 
-    ignore_case: bool = False
     compares_answers = True
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[bool | None]:
-        fold = str.casefold if self.ignore_case else str
-        golds = [fold(p.answer) if isinstance(p.answer, str) else p.answer for p in problems]
-        return [is_correct(fold(text), gold) for text, gold in zip(completions, golds, strict=True)]
+        return [is_correct(text, problem.answer) for text, problem in zip(completions, problems, strict=True)]
 
 
 @dataclass(frozen=True)
