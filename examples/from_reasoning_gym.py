@@ -3,7 +3,8 @@
     pip install reasoning-gym
     python examples/from_reasoning_gym.py chain_sum
 
-The embedded model solves hardly any problem. For results, add `model="Qwen/Qwen2.5-0.5B-Instruct"` to the call.
+The embedded model solves hardly any problem. For results, add `model="Qwen/Qwen2.5-0.5B-Instruct"` to the call. A
+generator whose answers are texts needs `data={"train": problems, "answer_kind": "text"}`.
 """
 
 import sys

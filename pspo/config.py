@@ -119,7 +119,7 @@ class DataConfig(Section, DataSpec, name="data"):
     limit: int | None = switch(None, "number of problems of the split to use; unset, all", "basic", above=0)
     seed: int = switch(0, "shuffles the problems and draws the validation split")
     columns: dict[str, str] = switch(dict, "your columns: {prompt: question, answer: label}", "basic", "mapping")
-    answer_kind: AnswerKind | None = switch(None, "gold answers are exact numbers, text or none; unset, by the data")
+    answer_kind: AnswerKind | None = switch(None, "gold answers: number, text or none; unset, number (letters: text)")
     holdout: float | None = switch(
         None, "share that training holds out for a test; unset, a fifth", "basic", at_least=0, below=1
     )

@@ -202,14 +202,16 @@ def test_the_smallest_settings(here, args):
     assert all(math.isfinite(value) for value in line.values())
 
 
-def test_texts_in_a_file_and_an_own_reward_need_a_path_and_its_name(here, capsys):
+def test_texts_in_a_file_need_their_kind_and_a_reward_by_its_name(here, refused, capsys):
     records = [{"messages": [{"role": "user", "content": f"Spell {word} backwards."}], "answer": word} for word in
                ("ab", "cde", "fg", "hij", "kl", "mno")]  # fmt: skip
     (here / "mine").mkdir()
     for split in ("train", "test"):
         append_jsonl(here / f"mine/{split}.jsonl", *records)
-    train([*FAST, "--data.path=mine", "--reward.functions=[test_cli.length]", "--run.test_limit=4",
-           "--run.validate_every=2", "--run.output_dir=out"])  # fmt: skip
+    args = [*FAST, "--data.path=mine", "--reward.functions=[test_cli.length]", "--run.test_limit=4",
+            "--run.validate_every=2", "--run.output_dir=out"]  # fmt: skip
+    assert "give --data.answer_kind text for texts" in refused(train, *args)
+    train([*args, "--data.answer_kind=text"])
     data = read_config(here / "out/config.yaml")["data"]
     assert (data["name"], data["answer_kind"]) == ("file", "text")
     printed = capsys.readouterr()

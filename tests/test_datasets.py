@@ -17,7 +17,7 @@ import pytest
 
 from pspo.config import DataConfig
 from pspo.tasks.answers import parse_gold
-from pspo.tasks.datasets import SOURCES, SPLITS, group_by_split, has_text_answers, load_problems, local_parts
+from pspo.tasks.datasets import SOURCES, SPLITS, group_by_split, load_problems, local_parts
 from pspo.tasks.problem import Problem, content_text
 
 
@@ -172,19 +172,19 @@ def test_the_split_of_a_file_is_by_known_words(tmp_path, files, train, test):
     assert found == {split: sorted(ns * 2) for split, ns in (("train", train), ("test", test)) if ns}
 
 
-@pytest.mark.parametrize(("n_numbers", "kind"), [(3, "text"), (0, "text"), (197, None), (200, None), (60, "refused")])
-def test_the_many_decide_the_kind_of_answers(tmp_path, monkeypatch, n_numbers, kind):
+@pytest.mark.parametrize(("n_numbers", "is_refused"), [(3, True), (0, True), (197, False), (200, False), (60, True)])
+@pytest.mark.parametrize("name", ["file", "me/cities"])
+def test_texts_for_answers_are_refused_until_the_switch_says_text(tmp_path, monkeypatch, name, n_numbers, is_refused):
     rows = [{"prompt": f"{n}?", "answer": str(n) if n < n_numbers else "Paris"} for n in range(200)]
-    path = write_jsonl(tmp_path / "train.jsonl", rows)
-    message = f"{n_numbers} answers are numbers and {200 - n_numbers} are not: --data.answer_kind number"
-    message = message if n_numbers else "test: none of 200 problems has a numeric answer"
-    assert has_text_answers(path, "answer") == (kind == "text")
+    path = write_jsonl(tmp_path / "test.jsonl", rows) if name == "file" else None
+    message = f"{n_numbers} answers are numbers and {200 - n_numbers} are not: --data.answer_kind text"
+    message = message if n_numbers else "test: none of 200 problems has a numeric answer: give --data.answer_kind text"
     monkeypatch.setattr("datasets.load_dataset", lambda *where, revision: tables(test=rows))
-    if kind is None:  # of a set of the hub, too
-        assert len(load_problems("me/cities", "test")) == n_numbers
-    else:
+    if is_refused:
         with pytest.raises(ValueError, match=message):
-            load_problems("me/cities", "test")
+            load_problems(name, "test", path)
+    else:
+        assert len(load_problems(name, "test", path)) == n_numbers
 
 
 def test_splits_of_a_folder(tmp_path):

@@ -20,7 +20,7 @@ from pspo.config import TrainConfig, find_switches, switches_with
 from pspo.endings import user_errors
 from pspo.files import read_object
 from pspo.model.find import find_default_lr
-from pspo.tasks.datasets import has_text_answers, holdout_share
+from pspo.tasks.datasets import holdout_share
 
 C = TypeVar("C")
 Settings = dict[str, Any]  # a configuration as YAML has it: sections of plain values, and `DERIVED`
@@ -65,7 +65,7 @@ def make_config(config_class: type[C], prog: str, words: Sequence[str], given: S
 
 
 def resolve(config: C) -> C:
-    """Fill in what files decide: the model's learning rate, the kind of answers, the share held out for a test."""
+    """Fill in what files decide: the model's learning rate, and the share held out for a test."""
     if isinstance(config, TrainConfig) and config.optimizer.lr is None:
         config = replace(config, optimizer=replace(config.optimizer, lr=find_default_lr(config.model)))
     data = getattr(config, "data", None)
@@ -75,8 +75,6 @@ def resolve(config: C) -> C:
     path = Path(data.path or "")
     if data.path and path.exists():
         data = replace(data, path=os.path.abspath(path))  # the same data from any folder
-        if data.name == "file" and data.answer_kind is None and has_text_answers(path, data.columns["answer"]):
-            data = replace(data, answer_kind="text")
         if data.name == "file" and getattr(run, "test_limit", 0):
             data = replace(data, holdout=holdout_share(path, data.holdout))
             if data.holdout is None:  # nothing to test on

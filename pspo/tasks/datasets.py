@@ -172,14 +172,6 @@ def local_parts(path: Path, skip: str = "") -> list[Part]:
     return parts
 
 
-def has_text_answers(path: Path, column: str) -> bool:
-    """True if few of the first 1,000 gold answers of a local file or folder are numbers."""
-    records = (record for part in local_parts(path) for record in part.records)
-    texts = (files.column_text(record, column, is_optional=True) for record in records)
-    golds = [parse_gold(text) for text in islice(filter(None, texts), 1000)]
-    return golds.count(None) > (1 - FEW) * len(golds)
-
-
 def holdout_share(path: Path, holdout: float | None) -> float | None:
     """Share of local problems that becomes test; unset, a fifth of a single split of 50 or more; None if no test."""
     parts = local_parts(path)
@@ -296,11 +288,12 @@ def parse_answers(problems: Sequence[Problem], kind: AnswerKind, is_assumed: boo
     parsed = [replace(problem, answer=gold) for problem, gold in zip(problems, golds, strict=True) if gold is not None]
     what = "a numeric answer" if kind == "number" else "an answer"
     if not parsed:
-        raise ValueError(f"{place}: none of {len(problems):,} problems has {what}: check --data.answer_kind")
+        fix = "give --data.answer_kind text for texts, none for no answers"
+        raise ValueError(f"{place}: none of {len(problems):,} problems has {what}: {fix}")
     n_texts = sum(map(bool, texts)) - len(parsed)
     if is_assumed and n_texts > FEW * len(parsed):
         counts = f"{len(parsed):,} answers are numbers and {n_texts:,} are not"
-        raise ValueError(f"{place}: {counts}: --data.answer_kind number leaves these out, text takes all as texts")
+        raise ValueError(f"{place}: {counts}: --data.answer_kind text takes all as texts, number leaves texts out")
     if len(parsed) < len(problems):
         print(f"{place}: {len(parsed):,} of {len(problems):,} problems have {what}")
     return parsed
