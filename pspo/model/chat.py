@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerBase
 
 from pspo.tasks.problem import SYSTEM_PROMPT, Messages, check_chat, check_unicode, content_text
 
-PARTS = re.compile(r"""\.text\b|\[['"]text['"]\]""")  # stands in templates that write the parts of a content
 # Fixes the date that templates print, so that a resumed run has the same prompts; Llama's prints it without a clock.
 CLOCK = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}\n"
 
@@ -37,9 +36,8 @@ def render_prompts(
         template = tokenizer.get_chat_template(tools=tools)
         if "strftime_now" in template:
             template = CLOCK + template
-        takes_parts = PARTS.search(template) is not None
         special = special_pattern(tokenizer)
-        chats = [break_special_tokens(special, [join_parts(turn, takes_parts) for turn in chat]) for chat in chats]
+        chats = [break_special_tokens(special, [join_parts(turn) for turn in chat]) for chat in chats]
         return tokenizer.apply_chat_template(
             chats, chat_template=template, tools=tools, tokenize=False, add_generation_prompt=True
         )
@@ -48,12 +46,9 @@ def render_prompts(
         raise ValueError(f"the chat template of {tokenizer.name_or_path} failed ({error}); {fix}") from error
 
 
-def join_parts(turn: dict[str, Any], takes_parts: bool) -> dict[str, Any]:
-    """The turn with its parts joined into one text, or one part: some templates write the first part alone."""
-    if not isinstance(turn.get("content"), list):
-        return turn
-    text = content_text(turn)
-    return turn | {"content": [{"type": "text", "text": text}] if takes_parts else text}
+def join_parts(turn: dict[str, Any]) -> dict[str, Any]:
+    """The turn with its parts joined into one text: some templates write the first part alone."""
+    return turn | {"content": content_text(turn)} if isinstance(turn.get("content"), list) else turn
 
 
 def break_special_tokens(special: re.Pattern, value: Any) -> Any:
