@@ -12,7 +12,6 @@ import importlib.metadata
 import os
 import re
 import subprocess
-import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +55,6 @@ class VLLM:
     tolerance: float | None = field(default=None, init=False)  # `start` sets it and the fields below
     process: subprocess.Popen | None = field(default=None, init=False)
     connection: Connection | None = field(default=None, init=False)
-    folder: tempfile.TemporaryDirectory | None = field(default=None, init=False)
 
     def check(self) -> None:
         require_vllm()
@@ -67,9 +65,7 @@ class VLLM:
         options = vllm_options(model, device, max_tokens, config.rollout.max_rows or MAX_ROWS)
         options["gpu_memory_utilization"] = self.memory
         self.tolerance = TOLERANCES[engine_dtype(model, device)]
-        self.folder = tempfile.TemporaryDirectory(prefix="pspo-vllm-")  # vLLM leaves files of its own behind
-        environment = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "TMPDIR": self.folder.name}
-        self.process, self.connection = start_python(__name__, **environment)
+        self.process, self.connection = start_python(__name__, OMP_NUM_THREADS=str(torch.get_num_threads()))
         try:
             self.send((options, device))
             self.receive()
@@ -107,7 +103,6 @@ class VLLM:
         self.process.kill()
         self.process.wait()
         self.connection.close()
-        self.folder.cleanup()
 
     def send(self, message: Any) -> None:
         try:
@@ -205,35 +200,31 @@ def pad_rows(rows: Sequence[Row], pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 def serve(connection: Connection) -> None:
-    """Answer `VLLM` until the trainer is gone, by an EngineError where vLLM raises."""
+    """Answer `VLLM` until the trainer is gone, or vLLM raises: then the last answer is an EngineError."""
     options, device = connection.recv()
     set_environment(device)
-    llm = request = None
-    files: Iterator[bytes] = iter(())  # of a push
-    with contextlib.suppress(EOFError, OSError):  # the trainer has ended
-        while True:
+    with contextlib.suppress(OSError):  # the trainer has ended
+        try:
+            from vllm import LLM
+
+            from pspo_vllm.plugin import return_logprobs_at_temperature
+
+            return_logprobs_at_temperature()
+            llm = LLM(**options)
             answer: Any = None
-            try:
-                if llm is None:
-                    from vllm import LLM
-
-                    from pspo_vllm.plugin import return_logprobs_at_temperature
-
-                    return_logprobs_at_temperature()
-                    llm = LLM(**options)
-                elif request == "push":
-                    files = iter(connection.recv, None)
-                    weights = (safetensors.torch.load(file).items() for file in files)
+            while True:
+                connection.send(answer)
+                request = connection.recv()
+                if request == "push":
+                    weights = (safetensors.torch.load(file).items() for file in iter(connection.recv, None))
                     runner = llm.llm_engine.model_executor.driver_worker.model_runner
                     runner.reload_weights(weights_iterator=chain.from_iterable(weights))
                     llm.reset_prefix_cache()
+                    answer = None
                 else:
                     answer = draw(llm, *request)
-            except Exception as error:  # the trainer reports whatever vLLM raises
-                answer = EngineError(" ".join(str(error).split()) or type(error).__name__)
-                deque(files, maxlen=0)
-            connection.send(answer)
-            request = connection.recv()
+        except Exception as error:  # the trainer reports whatever vLLM raises
+            connection.send(EngineError(" ".join(str(error).split()) or type(error).__name__))
 
 
 def set_environment(device: torch.device) -> None:
@@ -256,11 +247,7 @@ def draw(llm: Any, prompts: list[list[int]], params: list[dict[str, Any]]) -> li
     from vllm import SamplingParams
 
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    try:
-        outputs = llm.generate(requests, [SamplingParams(**values) for values in params], use_tqdm=False)
-    except Exception:  # the next call would complete what is left of these requests, too
-        llm.llm_engine.abort_request([*llm.llm_engine.output_processor.external_req_ids])
-        raise
+    outputs = llm.generate(requests, [SamplingParams(**values) for values in params], use_tqdm=False)
     limit = params[0]["max_tokens"]
     rows = []
     for output in outputs:

@@ -29,7 +29,9 @@ from pspo.model import load_policy, load_tokenizer, token_logprobs
 from pspo.rollout import How, PolicySampler, Prompts, load_prompts, make_sampling
 from pspo.rollout.drawing import Generators
 from pspo.rollout.engine import EngineError, EngineSampler, find_engine
+from pspo.tasks import Problem
 from pspo.update.learner import Learner
+from pspo_vllm import Servers
 from pspo_vllm.vllm import weights_of_files
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -94,7 +96,11 @@ def served(request):
     policy = load_policy(config.model, CPU)
     engine = find_engine(spec)
     engine.start(config, 256, CPU)
-    yield sampler_of(engine, policy)
+    served = sampler_of(engine, policy)
+    yield served
+    for reason in () if by_servers else (r"^(?!its process)", r"^its process has died"):  # of its first error
+        with pytest.raises(EngineError, match=reason):
+            draw_too_long(served)
     engine.close()
     assert by_servers or engine.process.poll() is not None
 
@@ -116,6 +122,10 @@ def sampler_of(engine, policy, **changed) -> Served:
     return Served(EngineSampler(engine, learner, PolicySampler(tokenizer)), How(sampling))
 
 
+def draw_too_long(served: Served) -> None:
+    served.sampler.draw(Prompts([Problem("?")], [[7] * 999]), 4, served.how)
+
+
 @pytest.fixture(scope="module")
 def prompts():
     return load_prompts(DataConfig(), load_tokenizer(ModelConfig()), "train", limit=24)
@@ -130,9 +140,10 @@ def logprob_errors(served, prompts):
 
 
 @needs_vllm
-def test_logprobs_are_the_policys_after_a_draw_that_failed(served, prompts):
-    with pytest.raises(EngineError):
-        served.sampler.draw(Prompts(prompts.problems[:1], [prompts.ids[0] * 9]), 4, served.how)
+def test_logprobs_are_the_policys(served, prompts):
+    if isinstance(served.sampler.engine, Servers):  # after a draw that failed, too; a process ends
+        with pytest.raises(EngineError):
+            draw_too_long(served)
     drawn, errors = logprob_errors(served, prompts)
     assert drawn.completion_ids.shape[0] == 96
     assert drawn.terminated.any()
