@@ -64,7 +64,7 @@ def save_at_end(run: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exit_codes(prog: str, memory_advice: str, stopped: int = EXIT_STOPPED) -> Iterator[None]:
+def exit_codes(prog: str, stopped: int = EXIT_STOPPED) -> Iterator[None]:
     """End a command with the exit code of what the block raises; after a first signal, with code ``stopped``."""
     try:
         yield
@@ -73,12 +73,6 @@ def exit_codes(prog: str, memory_advice: str, stopped: int = EXIT_STOPPED) -> It
     except RunFailed as error:
         if dist.is_main():
             print(f"\n{prog}: {error}", file=sys.stderr)
-        raise SystemExit(EXIT_FAILED) from None
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        print(f"\n{prog}: out of memory: {reason}\n{memory_advice}", file=sys.stderr)
         raise SystemExit(EXIT_FAILED) from None
 
 

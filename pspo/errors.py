@@ -10,7 +10,7 @@
 | an engine fails | EngineError, then RunFailed | the snapshot | its line; how to go on | 1 |
 | ten skipped steps in a row, weights not finite, a full disk | RunFailed | nothing more | the cause and a fix | 1 |
 | a wrong switch, file or model, before the first rollout | ValueError, OSError | nothing | one line, with the fix | 2 |
-| out of memory, with the fewest rows and tokens, too | RuntimeError | nothing more | switches to lower | 1 |
+| out of memory, with the fewest rows and tokens, too | RuntimeError | nothing more | the traceback | 1 |
 | a fault of pspo in a single process | UserCodeFailed | as below | the traceback; how to go on | 1 |
 | another rank is lost, a fault of pspo in a step of several ranks | any other | nothing more | the traceback | 1 |
 

@@ -18,7 +18,6 @@ from processes import TINY, Payload, assert_same, forked, run_command
 from safetensors.torch import load_file
 
 import pspo.run.recorder
-import pspo.run.run
 from pspo.cli.parse import parse
 from pspo.config import TrainConfig
 from pspo.errors import RunFailed
@@ -187,15 +186,6 @@ def test_a_fork_leaves_the_signals_blocked_that_were():
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before | {signal.SIGTERM}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def test_switches_that_save_memory_are_named_with_the_fork_that_may_change_them(capsys, monkeypatch):
-    def prepare(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(pspo.run.run, "prepare", prepare)
-    assert train() == 1
-    assert "begin anew, or with --run.fork_from, under lower --optimizer.micro" in capsys.readouterr().err
 
 
 def test_a_run_in_a_thread():

@@ -212,6 +212,6 @@ full_disk = write_errors(Path("out"))(Path("/proc/out").mkdir)
 @pytest.mark.parametrize(("fails", "code"), [(full_disk, 1), (partial(int, "no number"), 2)])
 def test_ranks_end_as_rank_0_does(capfd, fails, code):
     run_on_main = fail_together()(dist.run_on_main) if fails is full_disk else dist.run_on_main
-    command = exit_codes("pspo", "")(user_errors("pspo")(run_on_main))
+    command = exit_codes("pspo")(user_errors("pspo")(run_on_main))
     assert ranks(lambda: dist.init("ddp") or command(fails)) == [code, code]
     assert "Traceback" not in capfd.readouterr().err

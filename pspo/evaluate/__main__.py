@@ -109,7 +109,7 @@ def write_results(
     print(f"{render(record)}\n\nresults: {output / 'results.json'}")
 
 
-@exit_codes("pspo.evaluate", "Lower --eval.max_tokens: the tokens drawn change", stopped=EXIT_INTERRUPTED)
+@exit_codes("pspo.evaluate", stopped=EXIT_INTERRUPTED)
 def main(args: Sequence[str] | None = None) -> None:
     """Evaluate by a command's switches, and print the results."""
     config, settings = parse(EvaluateConfig, "pspo.evaluate", args)

@@ -46,7 +46,7 @@ def export(config: ExportConfig) -> None:
     print(f"adapters merged in float32, saved in {merged.dtype}: {output}")
 
 
-@exit_codes("pspo export", "Both models must fit into memory together", stopped=EXIT_INTERRUPTED)
+@exit_codes("pspo export", stopped=EXIT_INTERRUPTED)
 def main(args: Sequence[str] | None = None) -> None:
     config, _ = parse(ExportConfig, "pspo export", args)
     with user_errors("pspo export"):

@@ -342,11 +342,7 @@ def run_training(train: Callable[[Run], Summary], run: Run) -> Summary:
     return summary
 
 
-@exit_codes(
-    "pspo.train",
-    "begin anew, or with --run.fork_from, under lower --optimizer.microbatch_tokens, --rollout.max_rows or "
-    "--run.validation_limit, or --model.gradient_checkpointing true",
-)
+@exit_codes("pspo.train")
 def train_command(train: Callable[[Run], Summary], args: Sequence[str] | None = None) -> None:
     """Train by the command's arguments; exit code 1 if the run fails, 2 for a user's errors, 75 or 130 if stopped."""
     config, settings = parse(TrainConfig, "pspo.train", args)
