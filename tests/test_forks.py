@@ -207,7 +207,7 @@ OTHER = ("--algorithm.surrogate=Clip", "--optimizer.lr=2e-4", "--run.max_steps=8
 
 @pytest.mark.parametrize(
     ("switches", "steps"),
-    [(["--optimizer.options={weight_decay: 0.1}", "--model.dtype=float32"], {8}), (["--optimizer.name=sgd"], set())],
+    [(["--model.dtype=float32"], {8}), (["--optimizer.options={eps: 1.0e-7}"], {4}), (["--optimizer.name=sgd"], set())],
     ids=str,
 )
 def test_each_part_of_a_fork_loads_what_fits_it(cut_off, switches, steps):

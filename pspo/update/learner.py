@@ -83,10 +83,8 @@ class Learner:
         alpha = changes.get("model.lora.alpha")
         if alpha and has_adapters(self.policy):
             raise ValueError(f"the parent's adapters have --model.lora.alpha {alpha[0]:g}: fork with the same")
-        old_options, options = changes.get("optimizer.options", ({}, {}))
-        is_amsgrad_same = bool(old_options.get("amsgrad")) == bool(options.get("amsgrad"))
         is_same_kind = state["optimizer"].keys() == self.optimizer.state_dict().keys()  # differs for bfloat16 weights
-        has_same_moments = is_amsgrad_same and is_same_kind and "optimizer.name" not in changes
+        has_same_moments = is_same_kind and not changes.keys() & {"optimizer.name", "optimizer.options"}
         moments = state["optimizer"] if has_same_moments else None
         has_other_reference = changes.keys() & {"algorithm.reference", "algorithm.reference_every"}
         rollouts = 0 if has_other_reference or self.reference is None else state["reference_rollouts"]
