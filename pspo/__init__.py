@@ -11,7 +11,3 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'pspo' has no attribute {name!r}")
     return importlib.import_module(f"pspo.{name}")
-
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]

@@ -126,9 +126,8 @@ def test_pspo_train_is_a_call_whatever_is_imported_first(imports):
 
 
 @pytest.mark.slow
-def test_the_package_shows_what_is_public_and_loads_nothing_early():
-    names = run_python("-c", "import sys, pspo; assert 'torch' not in sys.modules; print(*dir(pspo))").split()
-    assert names == ["__version__", "config", "losses", "model", "rollout", "tasks", "train", "update"]
+def test_the_package_loads_nothing_early():
+    run_python("-c", "import sys, pspo; assert 'torch' not in sys.modules")
     assert "usage: " in run_python("-m", "pspo.train", "--help")
 
 
