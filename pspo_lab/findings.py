@@ -85,10 +85,8 @@ def check_signal(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
 def check_completions(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
     """Format, truncation and length of completions."""
     first, last = course.first, course.last
-    rewards = config.get("reward.functions", "")
-    if last.format_share < 0.1 and (
-        "MathReward" in rewards or "FormatReward" in rewards
-    ):  # other rewards may read another format
+    rewards = config.get("reward.functions", "")  # others than these two may read another format
+    if last.format_share < 0.1 and ("MathReward" in rewards or "FormatReward" in rewards):
         text = f"{last.format_share:.0%} of the last completions end in the format '#### <number>'"
         yield Finding(3, text, "a --data.system_prompt with an example, or an instruct model")
     limit = config.get("rollout.max_completion_tokens", np.nan)

@@ -18,7 +18,7 @@ from pspo.files import write_text
 from pspo.terminal import one_line
 from pspo_lab.identities import describe_identities
 from pspo_lab.runs import Runs, grouped, read_runs, run_folders
-from pspo_lab.settings import DATA, MODEL, shared_sentence
+from pspo_lab.settings import DATA, MODEL
 from pspo_lab.tables import DIFFERENCES, NOTES, Cell, Value, main_values, make_cells, noise_floor, table_texts, tables
 
 CELLS = ["task", "table", "row", "column", "seeds", "mean", "low", "high", "p", "holm", "detects", "needs"]
@@ -115,9 +115,9 @@ def describe_luck(differences: Sequence[Value]) -> str:
 
 
 def describe_runs(runs: Runs) -> Iterator[str]:
-    """Sentences: what the runs share, and which runs are not finished."""
+    """Sentences: how settings are named, and which runs are not finished."""
     if runs.labels:
-        yield f"{shared_sentence(runs.configs)} A switch that a name leaves out has its default.".strip()
+        yield "A switch that a name leaves out has its default, or the same value in all runs (see a config.yaml)."
     for run in sorted(runs.labels, key=lambda run: run.name):
         if not run.summary:
             yield f"Not finished, in no table: {runs.labels[run]}, seed {run.seed} ({run.name})"

@@ -148,16 +148,6 @@ def differing(configs: Configs) -> list[str]:
     return varied
 
 
-def shared_sentence(configs: Configs) -> str:
-    """Name the switches, except model and data, that all runs have at the same unusual value; "" if there are none."""
-    short = short_names(configs)
-    shared = frozenset.intersection(*(make_setting(s, ignore=(MODEL, DATA, SURROGATE)) for s in configs.values()))
-    default_values = defaults() | {RATE: None}
-    unusual = {name: value for name, value in sorted(shared) if value != default_values.get(name, value)}
-    texts = [f"{short[name]}={short_value(value)}" for name, value in unusual.items()]
-    return f"All have {', '.join(texts)}." if texts else ""
-
-
 def short_names(configs: Configs) -> dict[str, str]:
     """Return the last word of each switch's name, or the whole name where another name ends in the same word."""
     words = {name: name.rpartition(".")[2] for switches in configs.values() for name in switches}

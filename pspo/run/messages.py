@@ -80,8 +80,6 @@ def describe_results(summary: Record) -> str:
         rewards.append(f"{'unknown' if reward is None else format(reward, '.3f')} at step {step}")
     if rewards:
         lines.append(f"validation reward {', '.join(rewards)}; the model of step {best_step} is returned")
-    if best_step == 0:
-        lines.append("No trained step was better than the untrained model, which is returned")
     return "\n".join(lines)
 
 
@@ -89,7 +87,7 @@ def summary_text(summary: Record) -> str:
     """A text of tests and validations, of what the run has cost, and of where its best model is."""
     model = summary["best_model"]
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, peak memory {summary['peak_memory_gb']:.1f} GiB"
-    returned = f"step {summary['best_step']}'s" if summary["best_step"] else "the untrained"
+    returned = f"step {summary['best_step']}'s" if summary["best_step"] else "no trained step was better; the untrained"
     lines = [
         describe_results(summary),
         f"{summary['optimizer_steps']} steps, {cost}; {returned} model: {model}",

@@ -16,7 +16,6 @@ from pspo_lab.identities import gradient
 from pspo_lab.power import estimate
 from pspo_lab.report_command import main
 from pspo_lab.runs import read_runs
-from pspo_lab.settings import shared_sentence
 from pspo_lab.tables import Column, Value, make_cells
 from scripts.condense_runs import main as condense
 
@@ -205,7 +204,6 @@ def test_labels_have_the_switches_that_differ_unless_they_are_at_their_default(m
         "Clip", "Clip (optimizer.name=sgd)", "NoClip (aggregation=grpo, epochs=1)", "NoClip (of_an_older_version=1)",
         "PSPO", "PSPO (alpha=0.4)",
     ]  # fmt: skip
-    assert shared_sentence(runs.configs) == "All have lr=1e-05, functions=MathReward, max_steps=40."
 
 
 def test_a_label_names_rewards_as_a_person_would(make_run):
