@@ -47,19 +47,7 @@ class EngineError(RuntimeError):
 
 
 class UserCodeError(ValueError):
-    """A user's function has a parameter that nothing fills, or returned something unfit; no traceback is needed."""
-
-
-class RewardError(UserCodeError):
-    """A `UserCodeError` of a reward or an environment."""
-
-
-class SurrogateError(UserCodeError):
-    """A `UserCodeError` of a surrogate, or of another function that returns a value for every token."""
-
-
-class WorkerError(Exception):
-    """An error in a worker process; the text is the traceback in that process."""
+    """A user's reward, environment, loss or worker has failed as the text explains; no traceback is needed."""
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -71,7 +59,7 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 def user_traceback(error: BaseException) -> str:
     """Format an error with the user's own frames alone, and the file and line where a library raised it."""
     frames = user_frames(error)
-    if not frames and isinstance(error, UserCodeError | WorkerError | TimeoutError):
+    if not frames and isinstance(error, UserCodeError | TimeoutError):
         return str(error)
     if not frames:
         whole = "".join(traceback.format_exception(error)).rstrip()

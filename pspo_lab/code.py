@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
-from pspo.errors import RewardError
+from pspo.errors import UserCodeError
 from pspo.tasks.answers import after_thoughts
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import Reward
@@ -82,13 +82,13 @@ class CodeReward(Reward):
         for problem in problems:
             for test in self.tests(problem):
                 if not isinstance(test, str) or not CHECKS.search(test):
-                    raise RewardError(f"{rule}, not {test!r:.60}")
+                    raise UserCodeError(f"{rule}, not {test!r:.60}")
         tests = [self.tests(problem) for problem in problems[:N_CHECKED]]
         with ThreadPoolExecutor(self.processes) as threads:
             passed = list(threads.map(self.run_tests, [""] * len(tests), tests))
         if any(passed):
             test = tests[[n > 0 for n in passed].index(True)]
-            raise RewardError(f"{rule} of the program; without a program, this test passes: {test!r:.60}")
+            raise UserCodeError(f"{rule} of the program; without a program, this test passes: {test!r:.60}")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float | None]:
         with ThreadPoolExecutor(self.processes) as threads:
@@ -97,7 +97,7 @@ class CodeReward(Reward):
     def tests(self, problem: Problem) -> list[str]:
         if self.column not in problem.fields:
             columns = ", ".join(problem.fields)
-            raise RewardError(f"CodeReward: there is no column {self.column!r} (columns: {columns}); set column")
+            raise UserCodeError(f"CodeReward: there is no column {self.column!r} (columns: {columns}); set column")
         tests = problem.fields[self.column]
         if isinstance(tests, list | tuple):
             return list(tests)
@@ -130,7 +130,7 @@ class CodeReward(Reward):
                 started = json.loads(next(lines, b"{}"))
                 if "ready" not in started:
                     reason = started.get("refused", "Python did not start in it")
-                    raise RewardError(f"CodeReward: the sandbox cannot be set up here: {reason}; no program was run")
+                    raise UserCodeError(f"CodeReward: the sandbox cannot be set up here: {reason}; no program was run")
                 report = re.search(rb'"passed": (\d{1,9})\}$', next(lines, b""))  # which the program may have written
                 passed = int(report[1]) if report else 0
                 return passed if passed <= len(tests) else 0

@@ -7,7 +7,7 @@ import pytest
 import reference
 import torch
 
-from pspo.losses import SurrogateError
+from pspo.losses import UserCodeError
 from pspo.rollout import Experience, Rollout, estimate_advantages
 from pspo.rollout.advantages import gdpo, group_relative_advantages
 
@@ -105,5 +105,5 @@ def test_a_function_gets_what_its_signature_names():
 
 @pytest.mark.parametrize("returned", [torch.zeros(3), torch.tensor([1.0, NAN]), None])
 def test_a_function_that_returns_something_else_is_refused(returned):
-    with pytest.raises(SurrogateError):
+    with pytest.raises(UserCodeError):
         estimate_advantages(make_experience([1.0, 0.0]), lambda rewards, group_size: returned, 2, [])

@@ -19,7 +19,7 @@ from examples.calculator import Calculator, calculate
 from pspo.config import DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from pspo.environments.episodes import EnvironmentSampler, observation_ids
 from pspo.environments.tools import call_reader, check_calls, write_calls
-from pspo.errors import RewardError, Stopped
+from pspo.errors import Stopped, UserCodeError
 from pspo.files import read_jsonl
 from pspo.model import load_model_config, load_policy, load_tokenizer
 from pspo.model.chat import encode, render_prompts
@@ -492,7 +492,7 @@ def test_a_reset_that_gives_two_prompts_is_refused(tokenizer, sampling, sums, mo
     monkeypatch.setattr(Opens, "resets", iter("112"))  # at load, and the second row of a rollout
     prompts = load_prompts(sums, tokenizer, "test", make_environment=Opens)
     sampler = EnvironmentSampler(Script(tokenizer, deque()), Opens, tokenizer, load_model_config(ModelConfig()))
-    with pytest.raises(RewardError, match=r"Opens.reset gave two prompts for a problem, '1 3 \+ 4' and '2 3 \+ 4'"):
+    with pytest.raises(UserCodeError, match=r"Opens.reset gave two prompts for a problem, '1 3 \+ 4' and '2 3 \+ 4'"):
         sampler.draw(prompts, 2, How(sampling))
 
 

@@ -20,7 +20,7 @@ from light_rewards import Leaves, calls_in_turn
 from naive import make_rollout
 
 from pspo.config import RewardConfig
-from pspo.errors import WorkerError, user_frames
+from pspo.errors import UserCodeError, user_frames
 from pspo.tasks import ExactMatch, MathVerifyReward, SoftOverlong
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import FormatReward, MathReward, Reward, math_reward
@@ -99,7 +99,7 @@ def test_a_bad_return_value_names_the_reward(value, message):
 def test_a_reward_that_exits_has_failed(workers):
     message = "called sys.exit('bye')"
     arguments = [Leaves(), MathReward()], None, *batch(("#### 5", 5))
-    with pytest.raises(Exception, match=re.escape(f"reward Leaves {message}")):  # RewardError, WorkerError
+    with pytest.raises(UserCodeError, match=re.escape(f"reward Leaves {message}")):
         total(*arguments, workers=workers)
     totals, by_name, _, failures = total(*arguments, workers=workers, on_error="none")
     assert math.isnan(totals[0])
@@ -296,7 +296,7 @@ def test_workers_that_hang_or_die_are_replaced(work):
     assert values == pytest.approx([1, 1, math.nan, math.nan], nan_ok=True)
     values = in_workers(work.hangs_on_x, "a", "exit", "raise", "c", "leave", "d", **lenient)
     assert values == pytest.approx([1, math.nan, math.nan, 1, math.nan, 1], nan_ok=True)
-    with pytest.raises(WorkerError, match=r'raise KeyError\("in a worker"\)'):
+    with pytest.raises(UserCodeError, match=r'raise KeyError\("in a worker"\)'):
         in_workers(work.hangs_on_x, "a", "raise", workers=2)
     with pytest.raises(TimeoutError, match=r"reward hangs_on_x took longer than 1 sec"):
         in_workers(work.hangs_on_x, "a", "x", workers=2, timeout=1)

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pspo.errors import SurrogateError
+from pspo.errors import UserCodeError
 
 MAX_LOG_RATIO = 20.0
 
@@ -58,7 +58,7 @@ def function_name(function: Callable | str) -> str:
 
 
 def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> None:
-    """Raise SurrogateError unless the loss of a surrogate or term is (B, T), float32 or wider, with a gradient."""
+    """Raise UserCodeError unless the loss of a surrogate or term is (B, T), float32 or wider, with a gradient."""
     fault = None
     if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -68,7 +68,7 @@ def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> N
     elif logprobs.requires_grad and not loss.requires_grad:
         fault = "returned a loss without gradient; it must depend on logprobs, not detached"
     if fault is not None:
-        raise SurrogateError(f"{function_name(piece)} {fault}")
+        raise UserCodeError(f"{function_name(piece)} {fault}")
 
 
 def as_rows(values: Tensor, mask: Tensor, name: str, divisors: bool = False) -> Tensor:
@@ -78,15 +78,15 @@ def as_rows(values: Tensor, mask: Tensor, name: str, divisors: bool = False) -> 
     if not isinstance(values, Tensor) or values.shape not in ((rows,), (rows, 1), shape):
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         rule = f"a tensor with a value per row (B,) = ({rows},) or per token (B, T) = {shape}"
-        raise SurrogateError(f"{name} returned {got}; it must return {rule}")
+        raise UserCodeError(f"{name} returned {got}; it must return {rule}")
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
     values = values.detach().to(mask.device, dtype).view(rows, -1)
     known = mask if values.shape == mask.shape else mask.any(dim=1, keepdim=True)
     values = values.where(known, 1.0 if divisors else 0.0)
     if not values.isfinite().all():
-        raise SurrogateError(f"{name} returned values that are not finite")
+        raise UserCodeError(f"{name} returned values that are not finite")
     if divisors and not (values > 0).all():
-        raise SurrogateError(f"{name} returned values that are not above 0")
+        raise UserCodeError(f"{name} returned values that are not above 0")
     return values
 
 

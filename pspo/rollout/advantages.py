@@ -41,7 +41,7 @@ def estimate_advantages(
         weights: weights of the reward functions; None for 1 each.
         computed: further arguments by name: in a run ``reference``, a model, and ``reference_logprobs`` (B, T).
 
-    Raises SurrogateError if a function returns another shape, NaN or inf.
+    Raises UserCodeError if a function returns another shape, NaN or inf.
     """
     rewards = experience.rewards.float()
     mask = experience.rollout.loss_mask

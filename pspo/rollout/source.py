@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig, TrainConfig, switches_with
-from pspo.errors import RewardError
+from pspo.errors import UserCodeError
 from pspo.rollout.advantages import estimate_advantages, group_relative_advantages
 from pspo.rollout.engine import EngineSampler, Trained
 from pspo.rollout.prompts import PromptStream
@@ -51,11 +51,11 @@ class Now:
         return experience
 
     def check_rewards(self, experience: Experience) -> None:
-        """Raise RewardError if no completion has a reward because reward functions failed."""
+        """Raise UserCodeError if no completion has a reward because reward functions failed."""
         with self.phase("reward"):
             is_unknown = all(dist.gather_objects(bool(experience.rewards.isnan().all())))
             if is_unknown and experience.reward_failed:
-                raise RewardError(f"every completion of this rollout is without a reward: {self.failures}")
+                raise UserCodeError(f"every completion of this rollout is without a reward: {self.failures}")
 
     def replace_groups(self, experience: Experience) -> Experience:
         """Replace groups without a signal by groups of new prompts, at most --rollout.resample times."""

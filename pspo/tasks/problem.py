@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from pspo.errors import RewardError
+from pspo.errors import UserCodeError
 
 Messages = list[dict[str, Any]]  # a chat: [{"role": "user", "content": "..."}, ...]
 AnswerKind = Literal["number", "text", "none"]
@@ -100,11 +100,11 @@ def open_environment(make_environment: MakeEnvironment, stack: contextlib.ExitSt
 
 
 def reset_environment(environment: Environment, problem: Problem, expected: str | Messages | None) -> str | Messages:
-    """Begin an episode and return its prompt; RewardError if that is not ``expected`` (None: any prompt)."""
+    """Begin an episode and return its prompt; UserCodeError if that is not ``expected`` (None: any prompt)."""
     prompt = copy.deepcopy(environment.reset(problem))  # a chat may grow in the episode
     if expected not in (None, prompt):
         name = type(environment).__name__
-        raise RewardError(f"{name}.reset gave two prompts for a problem, {expected!r:.80} and {prompt!r:.80}")
+        raise UserCodeError(f"{name}.reset gave two prompts for a problem, {expected!r:.80} and {prompt!r:.80}")
     return prompt
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from pspo.errors import RewardError
+from pspo.errors import UserCodeError
 from pspo.tasks.answers import TOLERANCE, Marker, after_thoughts, boxed, extract_answer, is_correct, matches_format
 from pspo.tasks.problem import Problem
 from pspo.tasks.workers import worker_pool
@@ -30,7 +30,7 @@ class Reward(ABC):
         """Return one number per completion; the parameters' names say which inputs are passed."""
 
     def check_problems(self, problems: Sequence[Problem]) -> None:  # noqa: B027
-        """Raise RewardError if a problem cannot be scored; called before anything is trained."""
+        """Raise UserCodeError if a problem cannot be scored; called before anything is trained."""
 
 
 def math_reward(
@@ -68,7 +68,7 @@ class MathReward(Reward):
     def check_problems(self, problems: Sequence[Problem]) -> None:
         for problem in problems:
             if not isinstance(problem.answer, int | Fraction):
-                raise RewardError(f"MathReward needs numeric answers, not {problem.answer!r}; ExactMatch takes texts")
+                raise UserCodeError(f"MathReward needs numeric answers, not {problem.answer!r}; ExactMatch takes texts")
 
     def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
         tolerance = Fraction(str(self.tolerance))  # as written: Fraction(1e-6) is slightly below 1/10**6

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
-from pspo.errors import RewardError, user_traceback
+from pspo.errors import UserCodeError, user_traceback
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import Reward
 from pspo.tasks.workers import worker_pool
@@ -96,7 +96,7 @@ def judges(functions: Sequence[Callable[..., Any]], answer: Any) -> bool:
 
 
 def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Problem]) -> None:
-    """Raise RewardError if a reward has a parameter that no input fills, or cannot score these problems' answers."""
+    """Raise UserCodeError if a reward has a parameter that no input fills, or cannot score these problems' answers."""
     drawn = dict.fromkeys(("completion_ids", "completion_tokens", "truncated", "step", "max_completion_tokens"))
     inputs = all_inputs({"completions": [""], "problems": problems[:1]} | drawn)
     for function in functions:
@@ -106,7 +106,7 @@ def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Pr
             inspect.signature(function).bind(**reward_arguments(function, inputs))
         except TypeError as error:
             names = ", ".join(sorted(inputs))
-            raise RewardError(f"reward {reward_name(function)}: {error}; rewards can ask only for {names}") from error
+            raise UserCodeError(f"reward {reward_name(function)}: {error}; rewards can ask only for {names}") from error
 
 
 def reward_name(function: Callable[..., Any]) -> str:
@@ -129,13 +129,13 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def finite_number(value: Any, giver: str) -> float:
-    """A number, also numpy's or torch's, as a float; RewardError, naming ``giver``, unless the number is finite."""
+    """A number, also numpy's or torch's, as a float; UserCodeError, naming ``giver``, unless the number is finite."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (OverflowError, RuntimeError, TypeError, ValueError):
         number = math.nan
     if not abs(number) <= LARGEST:
-        raise RewardError(f"{giver} returned {value!r:.80}; it must be a number up to {LARGEST:g}")
+        raise UserCodeError(f"{giver} returned {value!r:.80}; it must be a number up to {LARGEST:g}")
     return number
 
 
@@ -148,7 +148,7 @@ def plain_value(value: Any) -> str | float | bool | None:
 
 
 def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
-    """Return a function's n values and what it logs; RewardError unless n values come, each a finite number or None."""
+    """A function's n values and what it logs; UserCodeError unless n values come, each a finite number or None."""
     name = f"reward {reward_name(function)}"
     columns: Columns = {}
     loggers = {
@@ -161,13 +161,13 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
         if inspect.iscoroutine(values):
             values = asyncio.run_coroutine_threadsafe(values, event_loop()).result()
     except SystemExit as error:
-        raise RewardError(f"{name} called sys.exit({error.code!r})") from error
+        raise UserCodeError(f"{name} called sys.exit({error.code!r})") from error
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
-        raise RewardError(f"{name} returned {values!r:.80}; it must return a list of numbers")
+        raise UserCodeError(f"{name} returned {values!r:.80}; it must return a list of numbers")
     for what, column in [("returned", values), *columns.items()]:
         if len(column) != n:
-            raise RewardError(f"{name}: {what}: {len(column)} values for {n} completions")
+            raise UserCodeError(f"{name}: {what}: {len(column)} values for {n} completions")
     pairs = enumerate(values)
     return Result([None if v is None else finite_number(v, f"{name} for completion {i}") for i, v in pairs], columns)
 

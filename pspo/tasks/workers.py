@@ -18,7 +18,7 @@ from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from pspo.errors import WorkerError, user_traceback
+from pspo.errors import UserCodeError, user_traceback
 from pspo.signals import end_with_parent, replace_handlers
 
 
@@ -54,7 +54,7 @@ class WorkerPool:
         self.by_thread: dict[int, tuple[subprocess.Popen, Connection]] = {}
 
     def map(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:
-        """Return each call's result, in order, or WorkerError, or TimeoutError after ``timeout`` seconds (0: never)."""
+        """Return in order each call's result, UserCodeError, or TimeoutError after ``timeout`` seconds (0: never)."""
         try:
             return list(self.threads.map(lambda call: self.call(function, call, timeout), calls))
         except BaseException:  # the threads would wait for their calls
@@ -74,7 +74,7 @@ class WorkerPool:
             if connection.poll(timeout or None):
                 return connection.recv()
         except (EOFError, OSError):
-            return WorkerError(f"the worker process died (exit code {process.wait()})")
+            return UserCodeError(f"the worker process died (exit code {process.wait()})")
         process.kill()
         process.wait()
         return TimeoutError(f"took longer than {timeout:g} seconds")
@@ -94,7 +94,7 @@ def serve(connection: Connection, memory: int) -> None:
                 connection.send(None)
                 result = function(*arguments)
             except Exception as error:  # a user's code may raise anything
-                result = WorkerError(user_traceback(error))
+                result = UserCodeError(user_traceback(error))
             connection.send(result)
 
 

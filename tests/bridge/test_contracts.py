@@ -11,7 +11,7 @@ import torch
 from batches import SURROGATES, loss_and_gradient, random_batch
 from torch import Tensor
 
-from pspo.losses import DRO, P3O, PSPO, SurrogateError
+from pspo.losses import DRO, P3O, PSPO, UserCodeError
 from pspo_bridge import BUILT_IN, make_surrogate, token_losses
 
 
@@ -156,7 +156,7 @@ def test_a_loss_that_asks_for_the_step_is_refused_where_nobody_tells_it():
     with pytest.raises(ValueError, match="asks for the optimizer step"):
         token_losses(Annealed(), *values)
     assert token_losses(Annealed(), *values, step=1)[0].tolist() == [[-0.5, -0.5]]
-    with torch.no_grad(), pytest.raises(SurrogateError, match="Annealed returned a loss without gradient"):
+    with torch.no_grad(), pytest.raises(UserCodeError, match="Annealed returned a loss without gradient"):
         token_losses(Annealed(), *values, step=1)
 
 

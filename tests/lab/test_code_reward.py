@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from pspo.errors import RewardError
+from pspo.errors import UserCodeError
 from pspo.tasks import Problem, check_rewards
 from pspo_lab.code import SANDBOX, CodeReward, extract_code
 
@@ -67,7 +67,7 @@ def test_each_completion_meets_its_own_tests_in_order():
 
 
 def test_missing_tests_are_named():
-    with pytest.raises(RewardError, match=r"no column 'tests' \(columns: checks\)"):
+    with pytest.raises(UserCodeError, match=r"no column 'tests' \(columns: checks\)"):
         CodeReward()(["x"], [Problem("?", None, {"checks": "assert 1"})])
     assert CodeReward(column="checks")(["x = 1"], [Problem("?", None, {"checks": "assert x"})]) == [1]
 
@@ -81,7 +81,7 @@ def test_missing_tests_are_named():
     ],
 )  # fmt: skip
 def test_what_passes_with_any_program_is_no_test(tests):
-    with pytest.raises(RewardError, match="tests must hold a test or a list of tests, Python that asserts"):
+    with pytest.raises(UserCodeError, match="tests must hold a test or a list of tests, Python that asserts"):
         check_rewards([CodeReward()], [Problem("?", None, {"tests": tests})])
 
 
@@ -193,5 +193,5 @@ def test_without_a_sandbox_no_program_runs(monkeypatch, tmp_path):
     text = SANDBOX.read_text()
     sandbox.write_text(text.replace('"x86_64": (0,', '"pdp11": (0,').replace('"aarch64": (1,', '"vax": (1,'))
     monkeypatch.setattr("pspo_lab.code.SANDBOX", sandbox)
-    with pytest.raises(RewardError, match=r"cannot be set up here.*pdp11 and vax.*; no program was run"):
+    with pytest.raises(UserCodeError, match=r"cannot be set up here.*pdp11 and vax.*; no program was run"):
         value(SQUARE)
