@@ -115,7 +115,11 @@ def read(kind: Any, given: Any, switch: str) -> Any:
                 raise ValueError(f"--{switch} must be a text, got {given!r}: write it in quotes")
             return kind(given)
         case builtins.bool | builtins.int | builtins.float:
-            return read_number(kind, given, switch)
+            accepted, name = NUMBERS[kind]
+            value = scalar(given) if isinstance(given, str) else given
+            if not isinstance(value, accepted) or isinstance(value, bool) != (kind is bool):
+                raise ValueError(f"--{switch} must be {name}, got {given}")
+            return kind(value)
         case typing.Literal:
             choices = {str(choice): choice for choice in parts}
             if str(given) not in choices:
@@ -176,20 +180,11 @@ def read_union(kinds: tuple[Any, ...], given: Any, switch: str) -> Any:
     raise errors[-1 if str in kinds else 0]
 
 
-def read_number(kind: type, given: Any, switch: str) -> Any:
-    accepted, name = NUMBERS[kind]
-    value = scalar(given) if isinstance(given, str) else given
-    if isinstance(value, accepted) and isinstance(value, bool) == (kind is bool):
-        return kind(value)
-    raise ValueError(f"--{switch} must be {name}, got {given}")
-
-
 def make(kind: type, given: Mapping[str, Any], switch: str) -> Any:
     """Make an object from arguments, each read by its type; ValueError for arguments that the class does not take."""
-    try:
+    hints = {}
+    with contextlib.suppress(NameError):  # a type that is imported for type checkers alone
         hints = get_type_hints(kind.__init__)
-    except NameError:  # a type that is imported for type checkers alone
-        hints = {}
     arguments = {name: read(hints.get(name, Any), item, f"{switch}.{name}") for name, item in given.items()}
     try:
         return kind(**arguments)
@@ -206,12 +201,11 @@ def read_class(base: Any, given: Any, switch: str) -> Any:
     if not isinstance(path, str):
         raise ValueError(f"--{switch} must be the name or import path of a class or function, got {given!r}")
     names = class_names(base)
-    if path not in names and "." not in path:
-        raise ValueError(f"--{switch} {path}: no such class; choose from {', '.join(names)}, or give an import path")
+    choices = f", or choose from {', '.join(names)}" if names else ""
     try:
         found = names.get(path) or pkgutil.resolve_name(path)
     except (AttributeError, ImportError, ValueError) as error:
-        raise ValueError(f"--{switch} {path}: {error}") from error
+        raise ValueError(f"--{switch} {path}: {error}; give an import path{choices}") from error
     arguments = spec.get("init_args") or {}
     is_class = inspect.isclass(found)
     if base is abc.Callable or (is_class and issubclass(found, base)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -52,22 +51,12 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class Trained(Protocol):
-    """What draws rollouts knows of the `pspo.update.learner.Learner`."""
-
-    policy: transformers.PreTrainedModel
-    steps: int  # number of optimizer steps taken
-    is_sharded: bool
-
-    def reference_model(self) -> AbstractContextManager[transformers.PreTrainedModel | None]: ...
-
-
 @dataclass
 class EngineSampler:
     """Draws by an engine, to which it first gives the policy's weights; by a model, if `How` names one."""
 
     engine: Engine
-    learner: Trained
+    learner: Any  # the run's `pspo.update.learner.Learner`
     by_model: PolicySampler
     asked: tuple[Prompts, int, How] | None = None  # the arguments of `begin`, until `complete`
     prefetched: Rollout | None = None  # a rollout that was drawn ahead
@@ -123,7 +112,7 @@ def find_engine(spec: dict[str, Any]) -> Engine:
 def start_engine(
     engine: Engine,
     config: TrainConfig,
-    learner: Trained,
+    learner: Any,
     by_model: PolicySampler,
     prompts: dict[str, Prompts],
     how: How,

@@ -21,7 +21,7 @@ from pspo import distributed as dist
 from pspo.config import AlgorithmConfig, TrainConfig, switches_with
 from pspo.errors import UserCodeError
 from pspo.rollout.advantages import estimate_advantages, group_relative_advantages
-from pspo.rollout.engine import EngineSampler, Trained
+from pspo.rollout.engine import EngineSampler
 from pspo.rollout.prompts import PromptStream
 from pspo.rollout.sampler import How, Sampler
 from pspo.rollout.types import Experience, join
@@ -36,7 +36,7 @@ class Now:
     stream: PromptStream
     sampler: Sampler
     how: How
-    learner: Trained
+    learner: Any  # the run's `pspo.update.learner.Learner`
     phase: Callable[[str], AbstractContextManager[None]]  # times "generate" or "reward"; all ranks end together
     logprobs: Callable[..., Tensor]  # (rollout, advantages, model) to (B, T), of rows that would be trained on
     failures: dict[str, str]  # of each reward function that has failed, the first failure in one line

@@ -180,19 +180,10 @@ def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: i
         return error
 
 
-def reward_values(
+def group_values(
     function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
 ) -> tuple[Result, Exception | None]:
-    """Return n values, and the first error under on_error "none", where a group whose call fails is unknown (NaN).
-
-    The function is called once for all groups; in workers, or after that call has failed, once for each group.
-    """
-    if not scoring.in_workers:
-        result = attempt_reward(function, arguments, n)
-        if isinstance(result, Result):
-            return result, None
-        if scoring.on_error == "raise":
-            raise result
+    """Do what `reward_values` does by one call for each group, in worker processes if there are any."""
     calls = []
     for start in range(0, n, group_size):
         rows = slice(start, start + group_size)
@@ -213,6 +204,22 @@ def reward_values(
             for key, column in result.logged.items():
                 whole.logged.setdefault(key, [None] * n)[start : start + group_size] = column
     return whole, first_error
+
+
+def reward_values(
+    function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
+) -> tuple[Result, Exception | None]:
+    """Return n values, and the first error under on_error "none", where a group whose call fails is unknown (NaN).
+
+    The function is called once for all groups; in workers, or after that call has failed, once for each group.
+    """
+    if not scoring.in_workers:
+        try:
+            return call_reward(function, arguments, n), None
+        except Exception:  # a user's code may raise anything
+            if scoring.on_error == "raise":
+                raise
+    return group_values(function, arguments, n, group_size, scoring)
 
 
 def unique_name(name: str, taken: Collection[str]) -> str:
