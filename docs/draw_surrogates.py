@@ -1,6 +1,6 @@
 """Draw the paper's Figure 1, and every loss's gradient weight, into docs/figures: ``python docs/draw_surrogates.py``.
 
-Over the importance ratio, by autograd.
+Over the importance ratio, by autograd. Needs ``pip install -e '.[docs]'``.
 """
 
 from collections.abc import Iterator

@@ -37,7 +37,7 @@ def main() -> None:
         name, _ = COMMANDS[command]
         try:
             module = importlib.import_module(name)
-        except ModuleNotFoundError as error:  # matplotlib, say
+        except ModuleNotFoundError as error:  # jinja2, say
             raise SystemExit(f"pspo {command}: error: needs {error.name}: pip install 'pspo[lab]'") from None
         run_main(lambda: module.main(args))
 

@@ -15,9 +15,9 @@
 | another rank is lost, a fault of pspo in a step of several ranks | any other | nothing more | the traceback | 1 |
 
 The snapshot holds the parts' states when they last matched the weights, at the beginning of a rollout or validation: an
-unfinished rollout is drawn again. A run that has taken no step saves no snapshot. An update of a single process saves
-it before the first step, any other update nothing more. "Nothing more" means that earlier checkpoints stay. From Python
-the exceptions are raised, without exit codes.
+unfinished rollout is drawn again. A run that has taken no step saves no snapshot. When an update fails, a process by
+itself saves the snapshot if the update has taken no step; several ranks save nothing more. "Nothing more" means that
+earlier checkpoints stay. From Python the exceptions are raised, without exit codes.
 """
 
 import os
@@ -39,7 +39,7 @@ class RunFailed(RuntimeError):
 
 
 class UserCodeFailed(RunFailed):
-    """A user's reward, environment, loss or data has failed; the text is the traceback with the user's frames."""
+    """A user's code, or in a single process pspo, has failed; the text is the traceback with the user's frames."""
 
 
 class EngineError(RuntimeError):

@@ -66,7 +66,7 @@ def named_damage(path: Path) -> Iterator[None]:
     try:
         yield
     except DAMAGE as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise ValueError(f"{path} is damaged: {error if isinstance(error, ValueError) else repr(error)}") from error
 
 
 def write_text(path: Path, text: str) -> None:

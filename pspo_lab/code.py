@@ -37,8 +37,8 @@ def extract_code(completion: str) -> str:
     whole answer is the program. A block stands between two lines that begin with ```, indented or not.
     """
     completion = after_thoughts(completion)
-    blocks = [(info.lower().split()[:1], dedent(code)) for info, code in FENCED.findall(completion)]
-    python = [code for language, code in blocks if language in (["python"], ["python3"], ["py"])]
+    blocks = [(info.lower().strip().partition(" ")[0], dedent(code)) for info, code in FENCED.findall(completion)]
+    python = [code for language, code in blocks if language in ("python", "python3", "py")]
     candidates = python or [code for _, code in blocks] or [completion]
     defining = [code for code in candidates if DEFINES.search(code)]
     return (defining or candidates)[-1]
@@ -83,6 +83,8 @@ class CodeReward(Reward):
             for test in self.tests(problem):
                 if not isinstance(test, str) or not CHECKS.search(test):
                     raise UserCodeError(f"{rule}, not {test!r:.60}")
+                if "unittest.main()" in test:
+                    raise UserCodeError(f"{rule} and does not exit, as unittest.main() does: see `CodeReward`")
         tests = [self.tests(problem) for problem in problems[:N_CHECKED]]
         with ThreadPoolExecutor(self.processes) as threads:
             passed = list(threads.map(self.run_tests, [""] * len(tests), tests))

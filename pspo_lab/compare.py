@@ -58,7 +58,7 @@ def completions_files(path: Path) -> Files:
             raise ValueError(f"{path} has runs that differ in more than the seed: name the folder of one setting")
         files[switches[SEED]] = summary.with_name("test-after.jsonl")
     if not files:
-        raise ValueError(f"{path} holds no finished evaluation (results.json) and no finished run (summary.json)")
+        raise ValueError(f"{path} is no folder of a finished evaluation (with results.json) or run (summary.json)")
     return files
 
 

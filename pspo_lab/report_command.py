@@ -117,7 +117,7 @@ def describe_luck(differences: Sequence[Value]) -> str:
 def describe_runs(runs: Runs) -> Iterator[str]:
     """Sentences: how settings are named, and which runs are not finished."""
     if runs.labels:
-        yield "A switch that a name leaves out has its default, or the same value in all runs (see a config.yaml)."
+        yield "A switch that a name leaves out has its default, or one value in all runs (see any run's config.yaml)."
     for run in sorted(runs.labels, key=lambda run: run.name):
         if not run.summary:
             yield f"Not finished, in no table: {runs.labels[run]}, seed {run.seed} ({run.name})"

@@ -55,6 +55,7 @@ class VLLM:
     tolerance: float | None = field(default=None, init=False)  # `start` sets it and the fields below
     process: subprocess.Popen | None = field(default=None, init=False)
     connection: Connection | None = field(default=None, init=False)
+    failure: EngineError | None = field(default=None, init=False)  # vLLM's error, which has ended the process
 
     def check(self) -> None:
         require_vllm()
@@ -116,8 +117,9 @@ class VLLM:
         try:
             answer = self.connection.recv()
         except (EOFError, OSError):
-            raise EngineError("its process has died (VLLM_LOGGING_LEVEL=INFO shows what it prints)") from None
+            raise self.failure or EngineError("its process has died: VLLM_LOGGING_LEVEL=INFO shows why") from None
         if isinstance(answer, EngineError):
+            self.failure = answer
             raise answer
         return answer
 

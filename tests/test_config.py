@@ -306,7 +306,7 @@ MESSAGES = {
     "--config grpo --run.keep 0": "--run.keep must be",
     "--data.chat_template a.jinja --data.chat_template.tools []": "--data.chat_template is a.jinja, which takes no",
     "--config missing.yaml": ".*No such file or directory: 'missing.yaml'",
-    "--algorithm.surrogate Clipp": ".* No module named 'Clipp'; give an import path, or choose from ASPO, .*VESPO",
+    "--algorithm.surrogate Clipp": ".* no such class; choose from ASPO, .*VESPO, or give an import path",
     "--algorithm.surrogate.alpha=0.4 --algorithm.surrogate=PSPO": "--algorithm.surrogate must stand before its",
     "--rollout.prompts many": "--rollout.prompts must be a whole number, got many",
     "--optimizer.lr .inf": "--optimizer.lr must be finite and above 0, got inf",

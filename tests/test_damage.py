@@ -74,7 +74,7 @@ SPOILT = {  # how a run's folder is spoiled, and what is said
     "the best model is damaged": (
         lambda run: flip(run / "best/model.safetensors"), "out/best is damaged: model.safetensors is not what was saved"
     ),
-    "no step": (lambda run: (run / "metrics.jsonl").write_text("{}\n"), "out/metrics.jsonl is damaged: 'step'"),
+    "no step": (lambda run: (run / "metrics.jsonl").write_text("{}\n"), "metrics.jsonl is damaged: KeyError('step')"),
     "config.yaml": (lambda run: (run / "config.yaml").write_text("model: {na"), "out/config.yaml is damaged"),
 }  # fmt: skip
 

@@ -145,8 +145,6 @@ def test_breakdowns(scripted):
     }
     assert result["category"][""]["accuracy_ci95"] is None  # a single problem
     assert result["category"]["add"]["accuracy_ci95"] == interval(np.array([1, 0.5, 1, 0]))
-    text = render(ABOUT | {"temperatures": {"1": summarise(completions) | {"breakdown": result}}})
-    assert re.search(r"^accuracy, category add \(4\) +62\.5% \[.*\]$", text, re.MULTILINE)
 
 
 class Length(Reward):

@@ -21,7 +21,7 @@ from pspo import distributed as dist
 from pspo.endings import exit_codes, fail_together, user_errors
 from pspo.files import checkpoints, write_errors
 from pspo.rollout.engine import EngineError, EngineSampler
-from pspo.rollout.source import Now
+from pspo.rollout.source import Ahead, Now
 from pspo.run.checkpointer import Checkpointer
 from pspo.train import main
 
@@ -147,8 +147,9 @@ def test_a_drawing_ahead_that_fails_on_one_rank_is_given_up_by_all(capfd):
     def rank() -> None:
         dist.init("ddp")
         sampler = FailsOnRank1(None, None, None, asked=((), 2, None))
-        sampler.settle()
-        assert sampler.prefetched is None
+        source = Ahead(None, None, sampler, None, None, None, None, {})
+        source.settle()
+        assert source.prefetched is None
 
     assert ranks(rank) == [0, 0]
     assert capfd.readouterr().err.count("the engine failed to draw ahead, and is asked again: the server is gone") == 1

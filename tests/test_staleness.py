@@ -5,6 +5,7 @@ import dataclasses
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,8 @@ import pspo.train
 from pspo.config import AlgorithmConfig
 from pspo.files import read_jsonl
 from pspo.losses import GSPO, PSPO
-from pspo.rollout import Experience, How, PolicySampler, Prompts, group_relative_advantages
-from pspo.rollout.engine import EngineSampler
-from pspo.rollout.source import Now, refill
+from pspo.rollout import Experience, Prompts, group_relative_advantages
+from pspo.rollout.source import Ahead, Now, refill
 from pspo.rollout.types import Nucleus, join
 from pspo.tasks import Reward
 from pspo.train import main
@@ -100,18 +100,23 @@ def test_kept_logprobs_are_the_first_visit_s_to_the_bit(tiny_model, surrogate):
         assert not kept[left_out].any()
 
 
-class DrawsNow(EngineSampler):
-    begin = complete = lambda *_: "drawn now"
-
-
 def test_a_rollout_that_was_drawn_ahead_is_handed_out_for_its_prompts_alone():
     rollout, _ = make_rollout(groups=2)
     ids = [ids[mask].tolist() for ids, mask in zip(rollout.prompt_ids[::G], rollout.prompt_mask[::G], strict=True)]
+    sampler = SimpleNamespace(asked=None, draw=lambda *_: "drawn now")
     for prompts in (ids, ids[::-1], ids[:1]):
-        sampler = DrawsNow(None, None, PolicySampler(None), prefetched=rollout)
+        source = Ahead(make_config(), None, sampler, None, None, None, None, {}, prefetched=rollout)
         expected = rollout if prompts is ids else "drawn now"
-        assert sampler.draw(Prompts([], prompts), G, How(None)) is expected
-        assert sampler.prefetched is None
+        assert source.draw_rollout(Prompts([], prompts)) is expected
+        assert source.prefetched is None
+
+
+def test_a_validation_leaves_the_rollout_that_was_drawn_ahead_to_the_training():
+    args = ("--rollout.engine=engines.Copy", "--rollout.lag=1", "--run.validation_limit=2")
+    args += ("--reward.functions=[SoftOverlong]", "--reward.functions.buffer=24")
+    for every in (0, 2):
+        assert train(f"every-{every}", *args, f"--run.validate_every={every}") == 0
+    assert read_jsonl(Path("every-0/samples.jsonl")) == read_jsonl(Path("every-2/samples.jsonl"))
 
 
 # ---------------------------------------------------------------- resampling

@@ -123,7 +123,7 @@ def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], s
         owner = next((owner for owner in switches if f"{name}.".startswith(f"{owner}.")), None)
         if text is None and (name == "config" or (owner and (owner != name or switches[name].type is not bool))):
             raise ValueError(f"--{name} needs a value; one that begins with -- is given as --{name}=VALUE")
-        if any(earlier.startswith(f"{name}.") for earlier, _ in pairs[:i]):
+        if owner and any(earlier.startswith(f"{name}.") for earlier, _ in pairs[:i]):
             raise ValueError(f"--{name} must stand before its arguments")
         if name == "config":
             path = Path(text).expanduser()

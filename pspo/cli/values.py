@@ -201,11 +201,12 @@ def read_class(base: Any, given: Any, switch: str) -> Any:
     if not isinstance(path, str):
         raise ValueError(f"--{switch} must be the name or import path of a class or function, got {given!r}")
     names = class_names(base)
-    choices = f", or choose from {', '.join(names)}" if names else ""
+    if path not in names and "." not in path:
+        raise ValueError(f"--{switch} {path}: no such class; choose from {', '.join(names)}, or give an import path")
     try:
         found = names.get(path) or pkgutil.resolve_name(path)
     except (AttributeError, ImportError, ValueError) as error:
-        raise ValueError(f"--{switch} {path}: {error}; give an import path{choices}") from error
+        raise ValueError(f"--{switch} {path}: {error}") from error
     arguments = spec.get("init_args") or {}
     is_class = inspect.isclass(found)
     if base is abc.Callable or (is_class and issubclass(found, base)):

@@ -61,7 +61,7 @@ def model_step(model: Path) -> int | None:
 
 
 def render(results: dict[str, Any]) -> str:
-    """``results.json`` as a table: a line per measure and breakdown, a column per temperature."""
+    """``results.json`` as a table: a line per measure, a column per temperature."""
     columns = {}
     for temperature, numbers in results["temperatures"].items():
         samples = f", {numbers['samples']} samples" if numbers["samples"] > 1 else ""
@@ -70,12 +70,6 @@ def render(results: dict[str, Any]) -> str:
             if name not in ("n", "samples", "pass@1"):  # pass@1 is the accuracy
                 cells[measure_name(name)] = as_text(name, number)
         columns[f"T = {temperature}{samples}"] = cells
-        measure = "accuracy" if "accuracy" in numbers else "mean_reward"
-        for attribute, groups in numbers["breakdown"].items():
-            for kind, group in groups.items():
-                if number := read_numbers(group).get(measure):  # otherwise the group has no known reward
-                    name = f"{measure_name(measure)}, {attribute} {kind or '-'} ({group['n']:,})"
-                    cells[name] = as_text(measure, number)
     title = f"{results['model']} on {results['n']:,} problems of {results['data']} {results['split']}"
     return f"{title}\n{table('mean [95%]', columns)}"
 
@@ -86,8 +80,8 @@ def write_results(
     """Write the folder and print the numbers of ``results``, the completions' records by temperature."""
     output = Path(config.run.output_dir)
     temperatures = {}
-    for temperature, drawn in results.items():
-        temperatures[temperature] = summarise(drawn) | {"breakdown": breakdown(drawn, prompts.problems)}
+    for temperature, completions in results.items():
+        temperatures[temperature] = summarise(completions) | {"breakdown": breakdown(completions, prompts.problems)}
     record = {
         "model": config.model.name_or_path,
         "step": step,
@@ -100,11 +94,11 @@ def write_results(
         "seed": config.run.seed,
         "temperatures": temperatures,
     }
-    completions = [completion for drawn in results.values() for completion in drawn]
+    every = [record for completions in results.values() for record in completions]
     with files.whole_folder(output) as folder:
         files.write_text(folder / "config.yaml", to_yaml(settings))
         files.write_json(folder / "environment.json", files.environment(str(dist.local_device()), dist.world_size()))
-        files.write_text(folder / "completions.jsonl", files.to_jsonl(completions))
+        files.write_text(folder / "completions.jsonl", files.to_jsonl(every))
         files.write_json(folder / "results.json", record)
     print(f"{render(record)}\n\nresults: {output / 'results.json'}")
 

@@ -125,7 +125,7 @@ def breakdown(completions: Sequence[Record], problems: Sequence[Problem]) -> dic
 
 
 def read_numbers(record: Record) -> dict[str, Number]:
-    """The numbers, by measure, of a record made by `summarise`."""
+    """The numbers, by measure, of a record made by `summarise`, or of results.json of an earlier commit."""
     numbers = {}
     for name, value in record.items():
         number = Number(value, record.get(f"{name}_ci95"), record.get(f"{name}_left_out", 0))

@@ -71,7 +71,8 @@ def token_logprobs(
 def hidden_states(model: PreTrainedModel, token_ids: Sequence[Tensor], shared: bool) -> Tensor:
     """(N, H) last hidden states, from which the model predicts each unmasked completion token, row after row.
 
-    ``token_ids`` are a `pspo.rollout.Rollout`'s. With ``shared``, adjacent rows of one prompt compute it once.
+    ``token_ids`` are those of a `pspo.rollout.Rollout`: prompts (B, P), their mask, completions (B, T), their mask, on
+    the CPU. With ``shared``, adjacent rows of one prompt compute it once.
     """
     prompt_ids, prompt_mask, completion_ids, completion_mask = token_ids
     ids = torch.cat([prompt_ids, completion_ids], dim=1)[:, :-1]  # the last token predicts nothing

@@ -116,9 +116,9 @@ def share_prefix(
     """On a CPU, compute the common beginning of left-padded prompts (n, P) once, if it has MIN_PREFIX tokens.
 
     A GPU gains nothing: another pass costs more, by its kernel launches, than the common beginning in every row.
-    ``mask`` and ``positions``, (b, P + ...), belong to the rows that continue the prompts. Returns the cache and the
-    mask of a pass over what follows, columns L and later, and L, which may be 0. In every row of that mask, columns 0
-    to L - 1 hold the beginning, and the row's own copy is masked.
+    ``mask`` and ``positions``, (b, P + ...), belong to the rows that continue the prompts. Returns, for a pass over
+    columns L and later: its cache; its mask (b, P + ...), which has the beginning in columns 0 to L - 1 of every row,
+    and masks the row's own copy; and L, which may be 0.
     """
     cache = PassCache(model)
     if len(prompt_ids) == 1 or model.device.type == "cuda" or not attends_fully(model) or dist.is_sharded(model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -10,9 +9,7 @@ from typing import Any, Protocol
 import torch
 import transformers
 from torch import Tensor
-from tqdm import tqdm
 
-from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.errors import EngineError
 from pspo.model import autocast
@@ -59,31 +56,13 @@ class EngineSampler:
     learner: Any  # the run's `pspo.update.learner.Learner`
     by_model: PolicySampler
     asked: tuple[Prompts, int, How] | None = None  # the arguments of `begin`, until `complete`
-    prefetched: Rollout | None = None  # a rollout that was drawn ahead
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
-        """The rollout drawn ahead, if it completes these prompts; otherwise a rollout drawn now."""
         if how.model is not None:
             return self.by_model.draw(prompts, group_size, how)
-        self.settle()
-        rollout = self.prefetched
-        self.prefetched = None
-        if rollout is not None and rollout.is_of(prompts.ids):
-            return rollout
         self.begin(prompts, group_size, how)
         with interruptible(self.by_model.signals):  # not in `begin`, where ranks gather weights together
             return self.complete()
-
-    def settle(self) -> None:
-        """Wait for the rollout drawn ahead. If a rank's engine fails, all ranks drop it, and draw its prompts again."""
-        if self.asked is None:
-            return
-        try:
-            self.prefetched = self.complete()
-        except Exception as error:  # a user's engine may raise anything
-            tqdm.write(f"the engine failed to draw ahead, and is asked again: {error}", file=sys.stderr)
-        if dist.max_over_ranks(self.prefetched is None):
-            self.prefetched = None
 
     def begin(self, prompts: Prompts, group_size: int, how: How) -> None:
         """Begin to draw, with the weights as they are now; `complete` returns the rollout."""
@@ -141,6 +120,4 @@ def start_engine(
     if not error <= engine.tolerance:
         fact = f"its log-probs differ from the policy's by {error:.2g} nats on average: the two differ in their model"
         raise ValueError(f"--rollout.engine {name}: {fact}. Leave --rollout.engine out for this model")
-    if not config.run.quiet:
-        print(f"engine  {name}: log-probs are the policy's within {error:.1g} nats on average")
     return sampler

@@ -216,7 +216,7 @@ def find_decoder(model: PreTrainedModel, decoder: Decoder, logprobs: bool, nucle
     """
     can_graph = takes_visible_columns(model) and not dist.is_sharded(model) and not nucleus
     faults = {
-        "graphs": "" if can_graph else "graphs need full sdpa attention in every layer, no fsdp2 and no nucleus replay",
+        "graphs": "" if can_graph else "graphs need sdpa, full attention in every layer, no fsdp2, no nucleus replay",
         "pspo": "" if has_plain_cache(model) else f"pspo does not support {type(model).__name__}'s cache",
         "hf": "hf records no log-probs (--algorithm.correction) and no nucleus" if logprobs or nucleus else "",
     }

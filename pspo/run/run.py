@@ -281,8 +281,8 @@ def compute_in_order(resources: contextlib.ExitStack, device: torch.device) -> N
 
 def prepare(config: TrainConfig, settings: Settings) -> Run:
     """Make the run's folder or resume the run in it, and load everything; ValueError for errors of the user."""
-    tracker = config.run.tracker  # packages are looked for before a folder is made
-    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+    tracker = config.run.tracker
+    if tracker != "none" and getattr(importlib.util.find_spec(tracker), "origin", None) is None:  # as of ./wandb
         raise ValueError(f"--run.tracker {tracker} needs {tracker}: pip install 'pspo[{tracker}]'")
     check_optimizer(config.optimizer)
     resolve_adapters(config.model)

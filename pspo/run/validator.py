@@ -47,8 +47,8 @@ class Validator:
     def measure(self) -> dict[str, float]:
         """Mean reward under the training's sampling, and greedy accuracy (or greedy reward, without gold answers)."""
         greedy_how = How(self.how.sampling.greedy(), self.learner.policy)
-        drawn = [self.evaluate("validation", how, "validate") for how in (self.how, greedy_how)]
-        sampled, greedy = dist.run_on_main(lambda: [summarise(part, intervals=False) for part in drawn])
+        completions = [self.evaluate("validation", how, "validate") for how in (self.how, greedy_how)]
+        sampled, greedy = dist.run_on_main(lambda: [summarise(each, intervals=False) for each in completions])
         validation = {"validation_reward": sampled.get("mean_reward", -math.inf)}
         if "accuracy" in greedy:
             return validation | {"validation_accuracy": greedy["accuracy"]}

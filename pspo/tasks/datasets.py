@@ -288,7 +288,7 @@ def parse_answers(problems: Sequence[Problem], kind: AnswerKind, is_assumed: boo
     parsed = [replace(problem, answer=gold) for problem, gold in zip(problems, golds, strict=True) if gold is not None]
     what = "a numeric answer" if kind == "number" else "an answer"
     if not parsed:
-        fix = "give --data.answer_kind text for texts, none for no answers"
+        fix = "give --data.answer_kind text for texts, none for no answers, or their column by --data.columns"
         raise ValueError(f"{place}: none of {len(problems):,} problems has {what}: {fix}")
     n_texts = sum(map(bool, texts)) - len(parsed)
     if is_assumed and n_texts > FEW * len(parsed):

@@ -46,8 +46,8 @@ def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuff
     _, lengths = batch.lengths
     has_gradient = loss_tokens > 0
     pieces = (algorithm.surrogate, *config.loss_terms)
-    hint = "silent_at_zero_advantage"  # of the class itself: a subclass may add what is not silent
-    if all(hint in vars(type(piece)) and getattr(piece, hint) for piece in pieces):
+    silent = "silent_at_zero_advantage"  # read from the class itself: a subclass may add a loss at A = 0
+    if all(silent in vars(type(piece)) and getattr(piece, silent) for piece in pieces):
         has_gradient = trained_rows(batch.rollout, batch.advantages, algorithm)
     groups = torch.arange(len(loss_tokens)).view(-1, config.rollout.group_size)
     if shuffled:

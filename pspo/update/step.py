@@ -87,12 +87,12 @@ def take_step(
     loss, grad_norm = torch.stack([loss, grad_norm]).tolist()  # the only wait for a GPU before the step
     is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
     lr = learner.optimizer.param_groups[0]["lr"]
+    learner.steps += 1  # before the weights change: a snapshot no longer matches them
     if is_finite:
         learner.optimizer.step()
     if learner.scheduler is not None:
         learner.scheduler.step()
     learner.optimizer.zero_grad()
-    learner.steps += 1
 
     tokens = token_columns(visits)
     if learner.record is not None:

@@ -78,6 +78,7 @@ def test_missing_tests_are_named():
         json.dumps(["assert square(2) == 4"]), json.dumps({"inputs": [2]}), 4, [{}], HUMAN_EVAL, ["# to come"],
         ["import math", "assert square(2) == 4"], "square(2) == 4",
         "try: assert square(2) == 4\nexcept Exception: pass",
+        "import unittest\nclass Test(unittest.TestCase):\n    def test(self): assert square(2) == 4\nunittest.main()",
     ],
 )  # fmt: skip
 def test_what_passes_with_any_program_is_no_test(tests):
