@@ -24,7 +24,7 @@ def fake(monkeypatch):
             init=lambda **arguments: calls.append(("init", arguments)),
             log=lambda metrics, step: calls.append(("log", metrics, step)),
             finish=lambda: calls.append(("finish",)),
-            __spec__=ModuleSpec(MODULES[name], None),  # which other libraries look for
+            __spec__=ModuleSpec(MODULES[name], None, origin="here"),  # which other libraries look for
         )
         monkeypatch.setitem(sys.modules, MODULES[name], module)
         return calls
