@@ -186,6 +186,7 @@ def test_folders_hold_adapters_alone_and_load_everywhere(run, tmp_path, monkeypa
 
 
 def test_adapters_are_merged_into_the_weights_beside_which_they_were_trained(tmp_path):
+    torch.manual_seed(0)
     trained, (rollout, _) = make_policy(replace(LORA, dtype="bfloat16")), make_rows()
     (tmp_path / "adapters").mkdir()
     save_adapters(trained, tmp_path / "adapters")
