@@ -38,6 +38,8 @@ def main() -> None:
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as error:  # jinja2, say
+            if not name.startswith("pspo_lab."):
+                raise
             raise SystemExit(f"pspo {command}: error: needs {error.name}: pip install 'pspo[lab]'") from None
         run_main(lambda: module.main(args))
 

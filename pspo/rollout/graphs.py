@@ -90,7 +90,6 @@ class GraphDecoder:
         self.completions = torch.zeros(rows, limit, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(rows, limit, device=device)
         self.graphs: dict[tuple[int, bool, int, str], torch.cuda.CUDAGraph | None] = {}  # None until it is captured
-        self.pool: tuple[int, int] | None = None  # memory of all graphs, which never run at the same time
 
     def fits(self, prefilled: Prefill, *size: int) -> bool:
         """True if the buffers are large enough, and of the dtype of the keys."""
@@ -169,10 +168,11 @@ class GraphDecoder:
             return
         if self.graphs[key] is None:  # a capture needs a step before it, and computes and draws nothing itself
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
+            captured = (other for other in self.graphs.values() if other is not None)
+            pool = next((other.pool() for other in captured), None)  # graphs never run at the same time
+            with torch.cuda.graph(graph, pool=pool):
                 self.step(model, n, sampling)
             self.graphs[key] = graph
-            self.pool = graph.pool()
         self.graphs[key].replay()
 
     def step(self, model: PreTrainedModel, n: int, sampling: Sampling) -> None:
