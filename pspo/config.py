@@ -286,7 +286,7 @@ class RunConfig(Section, name="run"):
     save_every: int = switch(50, "steps between checkpoints; 0: only at the end", "free", "no setting", at_least=0)
     keep: int = switch(2, "newest checkpoints to keep, besides the best model", "free", "no setting", above=0)
     record_tokens: int = switch(2, "groups per rollout whose texts and tokens are written", "no setting", at_least=0)
-    quiet: bool = switch(False, "print only warnings, errors and the result", "free", "no setting")
+    quiet: bool = switch(False, "print no progress", "free", "no setting")
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = switch("none", "log there too", "free", "no setting")
 
 

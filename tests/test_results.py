@@ -99,6 +99,11 @@ def test_decoupled_ratios():
     assert {*table.index} == {*rewards}
     assert_column(table["final reward"], rewards)
     assert_column(table["decoupled Clip minus it"], -rewards.sub(rewards["Clip 0.2, decoupled"], axis=0))
+    pairs = [("Clip 0.2, on time", "NoClip, on time"), ("Clip 0.2", "NoClip"), ("Clip 0.2, decoupled", "NoClip")]
+    for (_, cells), (arm, base) in zip(read_table("..", "where").iterrows(), pairs, strict=False):
+        apart = estimate(rewards[[arm]].sub(rewards[base], axis=0).to_numpy())
+        assert_shows(cells["found"], apart.mean, *apart.interval())
+        assert_shows(cells["detects"], float(apart.detects()))
 
 
 def with_arms(rows: pd.DataFrame) -> pd.DataFrame:
@@ -127,6 +132,10 @@ def test_a_pretrained_model():
                 assert_shows(cells[column], of.mean, *of.interval())
         if arm != "NoClip":
             assert_shows(cells["detects"], apart.detects())
+        if arm == "Clip":
+            in_readme = read_table("..", "where").iloc[-1]
+            assert_shows(in_readme["found"], apart.mean, *apart.interval())
+            assert_shows(in_readme["detects"], apart.detects())
     planned = [*table.index[:-1]]
     stars = starred([*(right[arm] - 100 * untrained.mean() for arm in planned),
                      *(differences[arm] for arm in planned[1:]), right["PSPO, 1 epoch"] - right["PSPO"]])  # fmt: skip
