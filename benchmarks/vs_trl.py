@@ -14,8 +14,8 @@ a busy machine disturbs less than wall time; with one thread (--threads 1) they 
 listed at `WORKLOADS`.
 
 `python -m benchmarks.gpu` runs both sides on a GPU, also with rollouts by vLLM, TRL's in its own process (colocate).
-Then there is no nucleus, rewards are random, and only the last token ends a completion, so that all draw as many. Both
-trainers correct by token_truncate; TRL takes a pass of its own for that.
+Then there is no nucleus, rewards are random, and only the last token ends a completion, so that all draw as many. TRL
+corrects by token_truncate, by a pass of its own; so does pspo with vLLM.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with a loss of pspo, on the embedded model: ``python examples/trl_pspo.py``, a minute on a CPU.
 
-pip install -c constraints.txt -e '.[trl,lab]'
+pip install -c constraints.txt -e '.[trl]'
 python examples/trl_pspo.py SAPO 1          # another loss and seed; the loss TRL is TRL's own
 pspo view runs/trl-*                        # every token, as in a run of pspo
 """

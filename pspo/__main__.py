@@ -35,12 +35,7 @@ def main() -> None:
         from pspo.distributed import run_main
 
         name, _ = COMMANDS[command]
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:  # jinja2, say
-            if not name.startswith("pspo_lab."):
-                raise
-            raise SystemExit(f"pspo {command}: error: needs {error.name}: pip install 'pspo[lab]'") from None
+        module = importlib.import_module(name)
         run_main(lambda: module.main(args))
 
 

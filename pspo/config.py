@@ -37,7 +37,7 @@ Fact = Literal[
     "mapping",  # a mapping of the user's keys
     "class",  # the import path of a class, or {class_path: ..., init_args: {...}}
     "free",  # may differ when a run is resumed: no number depends on it, unless a reward fails
-    "may grow",  # may be raised when a run is resumed, unless the learning rate depends on it
+    "may grow",  # may be raised when a run is resumed at a constant learning rate
     "no setting",  # comparisons of runs ignore it: files, logs, processes, memory, seeds
 ]
 NO_SWITCH = {"is_switch": False}  # metadata of fields that are no switches
@@ -94,7 +94,7 @@ class ModelConfig(Section, name="model"):
         "tiny-base", "tiny-base, tiny-math, tiny-text, a folder or a hub id", "basic", "main", "path"
     )
     revision: str | None = switch(None, "branch, tag or commit on the hub")
-    dtype: Literal["auto", "float32", "bfloat16"] = switch("auto", "weights; auto: float32, frozen ones bfloat16")
+    dtype: Literal["auto", "float32", "bfloat16"] = switch("auto", "weights; auto: float32, frozen ones as autocast")
     autocast: Literal["auto", "bf16", "none"] = switch("auto", "bf16 over float32 weights; auto: on GPUs that have it")
     gradient_checkpointing: bool = switch(False, "compute activations again: less memory, slower", "no setting")
     attn_implementation: str | None = switch(None, "sdpa, eager, flash_attention_2; unset, transformers'", "no setting")
@@ -161,7 +161,7 @@ class RewardConfig(Section, Scoring, name="reward"):
     weights: list[float] | None = switch(None, "one weight per function; unset, all 1", "basic")
     timeout: float = switch(0.0, "seconds for a prompt's completions; 0: no limit", "free", "no setting", at_least=0)
     on_error: OnError = switch("raise", "raise, or none: that prompt's advantages are 0", "free", "no setting")
-    workers: int = switch(0, "processes that call functions; 0: the training process", "free", "no setting", at_least=0)
+    workers: int = switch(0, "worker processes; 0: none, or one with a timeout", "free", "no setting", at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -187,7 +187,7 @@ class RolloutConfig(Section, name="rollout"):
     top_p: float = switch(0.85, "nucleus sampling mass", above=0, at_most=1)
     top_k: int = switch(0, "sample from the k most likely tokens; 0 for all", at_least=0)
     max_rows: int | None = switch(None, "completions decoded at a time; unset, by memory", "no setting", above=0)
-    decoder: Decoder = switch("auto", "pspo, graphs (CUDA graphs), hf (transformers); auto, the first that can draw")
+    decoder: Decoder = switch("auto", "pspo, graphs (CUDA graphs), hf (transformers); auto, the fastest that can")
     engine: str | dict[str, Any] | None = switch(None, "class that draws, such as pspo_vllm.VLLM; unset, pspo", "class")
     environment: str | dict[str, Any] | None = switch(None, "class that answers the model; unset, one turn", "class")
     lag: int = switch(0, "train on each rollout after LAG later ones are sampled", at_least=0)
@@ -216,7 +216,7 @@ class AlgorithmConfig(Section, name="algorithm"):
     reference_every: int = switch(0, "rollouts after which the policy becomes the reference; 0: never", at_least=0)
     entropy_coef: float = switch(0.0, "weight of the entropy bonus", at_least=0)
     mask_truncated: bool = switch(False, "exclude completions that hit the token limit from the loss")
-    nucleus: Literal["ignore", "replay"] = switch("ignore", "replay: log-probs over the tokens that top_p kept")
+    nucleus: Literal["ignore", "replay"] = switch("ignore", "replay: log-probs over the tokens kept")
     ratio_to: Literal["behaviour", "proximal"] = switch("behaviour", "proximal: ratio to the policy before the update")
     correction: losses.Correction | Callable | None = switch(None, "weight by old / sampler probability")
     correction_cap: float = switch(3.0, "largest correction weight", above=0)
@@ -262,7 +262,7 @@ class AlgorithmConfig(Section, name="algorithm"):
 class OptimizerConfig(Section, name="optimizer"):
     """Optimizer and batch size in memory."""
 
-    name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = switch("adamw", "optimizer; sgd has no momentum")
+    name: Literal["adamw", "adamw8bit", "paged_adamw8bit", "sgd"] = switch("adamw", "optimizer")
     lr: float | None = switch(None, "peak rate; unset, 3e-5 for small models, else 1e-6; LoRA: x 10", "basic", above=0)
     options: dict[str, Any] = switch(dict, "arguments of the optimizer's class: {weight_decay: 0.1}", "mapping")
     warmup_steps: int = switch(0, "optimizer steps of linear warm-up, from 0", at_least=0)

@@ -26,7 +26,7 @@ from torch.distributed import is_torchelastic_launched as launched_by_torchrun
 from pspo.errors import RunFailed
 from pspo.signals import end_with_parent
 
-TIMEOUT = 600.0  # seconds that ranks wait for each other at most
+TIMEOUT = 600.0  # seconds that a run's ranks wait for each other
 T = TypeVar("T")
 
 

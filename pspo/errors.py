@@ -4,14 +4,14 @@
 |---|---|---|---|---|
 | the last step is taken | none | final model, summary | the results | 0 |
 | first SIGTERM or Ctrl-C | Stopped | the snapshot | stopped; how to go on | 75 |
-| second one; in an evaluation the first | KeyboardInterrupt; Stopped | nothing more | stopped; how to go on | 130 |
+| second one; in an evaluation the first | KeyboardInterrupt; Stopped | nothing more | the same; none | 130 |
 | a reward, environment, advantage, callback or draw raises | UserCodeFailed | the snapshot | frames; how to go on | 1 |
 | a surrogate or term raises, or returns no loss of every token | UserCodeFailed | as below | the same | 1 |
 | an engine fails | EngineError, then RunFailed | the snapshot | its line; how to go on | 1 |
 | ten skipped steps in a row, weights not finite, a full disk | RunFailed | nothing more | the cause and a fix | 1 |
 | a wrong switch, file or model, before the first rollout | ValueError, OSError | nothing | one line, with the fix | 2 |
 | out of memory, with the fewest rows and tokens, too | RuntimeError | nothing more | the traceback | 1 |
-| a fault of pspo in a single process | UserCodeFailed | as below | the traceback; how to go on | 1 |
+| any other fault of pspo | UserCodeFailed | as below | the traceback; how to go on | 1 |
 | another rank is lost, a fault of pspo in a step of several ranks | any other | nothing more | the traceback | 1 |
 
 The snapshot holds the parts' states when they last matched the weights, at the beginning of a rollout or validation: an
@@ -39,7 +39,7 @@ class RunFailed(RuntimeError):
 
 
 class UserCodeFailed(RunFailed):
-    """A user's code, or in a single process pspo, has failed; the text is the traceback with the user's frames."""
+    """Code of a user, or of pspo, has failed; the text is the traceback with the user's frames."""
 
 
 class EngineError(RuntimeError):

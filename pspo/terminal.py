@@ -16,13 +16,13 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def clip(text: str, width: int = 200) -> str:
+def clip(text: str, width: int) -> str:
     """Text in one line, without its middle if it is long."""
     text = one_line(text)
     return text if len(text) <= width else f"{text[: width // 2 - 3]} ... {text[-width // 2 + 2 :]}"
 
 
-def print_timed(text: str, quiet: bool = False) -> None:
+def print_timed(text: str, quiet: bool) -> None:
     """Print a line with the time of day, above any bar."""
     if not quiet:
         tqdm.write(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr)
@@ -31,7 +31,7 @@ def print_timed(text: str, quiet: bool = False) -> None:
 class Bar(tqdm):
     """Progress bar on a terminal, with status lines above it; without a terminal, only the lines."""
 
-    def __init__(self, quiet: bool = False, **options: Any) -> None:
+    def __init__(self, quiet: bool, **options: Any) -> None:
         self.quiet = quiet
         self.name = options.get("desc")
         self.first = options.get("initial", 0)

@@ -4,9 +4,9 @@
              -> surrogate -> aggregate -> backward -> optimizer step -> metrics / validation / saved model
 
 `train` follows this diagram from top to bottom; `pspo.update.step` takes the optimizer steps of one rollout.
-`pspo.run` has the records, checkpoints, resuming and signals.
+`pspo.run` has the records, checkpoints and resuming.
 
-pspo leaves out asynchronous rollouts (--rollout.lag makes the same staleness exactly), training on parts of a rollout,
+pspo leaves out new weights within a rollout (--rollout.lag makes staleness exactly), training on parts of a rollout,
 and a replay buffer.
 """
 

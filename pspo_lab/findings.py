@@ -57,7 +57,7 @@ def check_failures(course: Course, config: dict[str, Any]) -> Iterator[Finding]:
     skipped = course.rollouts.steps_skipped.sum()
     steps = course.rollouts.step.max()
     if skipped:
-        text = f"{skipped:.0f} of {steps:.0f} optimizer steps were skipped: loss, gradient or log-probs were not finite"
+        text = f"{skipped:.0f} of {steps:.0f} optimizer steps were skipped: loss or gradient was not finite"
         advice = "lower --optimizer.lr; check the surrogate and the reward"
         yield Finding(3 if skipped > steps / 20 else 2, text, advice)
     unknown = course.rollouts.reward_unknown_share.mean()

@@ -18,7 +18,7 @@ from pspo.terminal import one_line
 MODEL = "model.name_or_path"
 DATA = "data.name"
 SEED = "run.seed"
-RATE = "optimizer.lr"  # its default depends on the model, so labels always give the value
+RATE = "optimizer.lr"  # its default depends on the model, so labels give any that differs
 SURROGATE = "algorithm.surrogate.class_path"
 ARGUMENT = "algorithm.surrogate.init_args."
 REWARDS = "reward.functions"
@@ -88,7 +88,7 @@ def plain_switches(switches: Switches) -> Switches:
 
 
 @functools.cache
-def defaults(class_path: str = "") -> Switches:
+def defaults(class_path: str) -> Switches:
     """Return the default of every switch, and of the arguments if the class is a surrogate of `pspo.losses`."""
     switches = plain_switches(flat(make_config(TrainConfig, "pspo", [], {})[1]))
     arguments = {ARGUMENT + name: value for name, value in default_arguments(class_path).items()}

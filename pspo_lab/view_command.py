@@ -184,7 +184,7 @@ def make_groups(run: int, samples: Sequence[Record], tokens: dict[int, Record]) 
     """Yield a rollout's groups from its lines of ``samples.jsonl`` and tokens by line; a missing value is None."""
     completions = []
     for row, sample in enumerate(samples):
-        values = {name: sample.get(name) for name in ("sample", "reward", "advantage", "tokens", "truncated")}
+        values = {name: sample.get(name) for name in ("reward", "advantage", "tokens", "truncated")}
         text = sample.get("completion", "")
         completions.append(values | {"rewards": sample.get("rewards", {}), "text": text, "recorded": tokens.get(row)})
     starts = [row for row, sample in enumerate(samples) if sample["sample"] == 0]

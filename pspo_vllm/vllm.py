@@ -52,7 +52,7 @@ class VLLM:
 
     memory: float = 0.3  # share of the GPU's memory for the engine's weights and cache
     version: int | None = field(default=None, init=False)  # of the engine's weights
-    tolerance: float | None = field(default=None, init=False)  # `start` sets it and the fields below
+    tolerance: float | None = field(default=None, init=False)  # `start` sets it and the next two
     process: subprocess.Popen | None = field(default=None, init=False)
     connection: Connection | None = field(default=None, init=False)
     failure: EngineError | None = field(default=None, init=False)  # vLLM's error, which has ended the process

@@ -47,7 +47,7 @@ RUNS = {  # by output folder: the commands that make it
 
 
 def hash_results(checkout: Path, output: Path) -> dict[str, str]:
-    """SHA-256 of every weight file, of the metrics without timings, and of the completions."""
+    """SHA-256 of the best and final weights, of the metrics without timings, and of the completions."""
     hashes = {}
     for name, commands in RUNS.items():
         for command in commands:

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 import typing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-import pspo.__main__
 from pspo.cli.parse import parse, resolve
 from pspo.cli.python import config_from_python
 from pspo.cli.values import to_yaml
@@ -336,13 +334,6 @@ def test_message(command, tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(f"pspo.train: error: {MESSAGES[command]}.*\n", err), err
-
-
-def test_a_command_without_its_extra_names_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pspo_lab.view_command", None)
-    monkeypatch.setattr(sys, "argv", ["pspo", "view", "run"])
-    with pytest.raises(SystemExit, match=r"pip install 'pspo\[lab\]'"):
-        pspo.__main__.main()
 
 
 @pytest.mark.parametrize("config_class", [TrainConfig, EvaluateConfig])

@@ -511,7 +511,7 @@ def test_rewards_are_the_functions_of_the_last_turn_plus_the_environments(policy
     rollout = sampler.draw(prompts, 1, How(sampling.greedy(), policy))
     earned = rollout.environment_rewards
     totals, by_name, *_ = rollout.score(problems, 1, RewardConfig([FormatReward()], [0.5]), 0, 128)
-    assert by_name == {"FormatReward": FormatReward()(rollout.texts, problems), "environment": earned}
+    assert by_name == {"FormatReward": FormatReward()(rollout.texts), "environment": earned}
     assert totals == pytest.approx([0.5 * a + b for a, b in zip(*by_name.values(), strict=True)])
     none, *_ = rollout.score(problems, 1, RewardConfig([ExactMatch()]), 0, 128)
     assert none == earned  # problems without an answer

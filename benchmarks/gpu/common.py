@@ -50,7 +50,7 @@ class Options:
 
     def lacks(self, needs: Sequence[str]) -> list[str]:
         """What of a measurement's needs is not there."""
-        there = {GPU: not self.rehearse, "--smollm2": self.rehearse or self.smollm2}
+        there = {GPU: not self.rehearse, "--smollm2": self.smollm2}
         return [need for need in needs if not (there[need] if need in there else find_spec(need))]
 
 
@@ -60,7 +60,7 @@ class Measurement:
 
     Attributes:
         seconds: that it may take on a GPU, by guess: not started with less time left.
-        needs: a GPU, options or packages without which it is skipped; a rehearsal has tiny-base for the options.
+        needs: a GPU, options or packages without which it is skipped.
         is_candidate: it measures the gain of a change of pspo.
     """
 

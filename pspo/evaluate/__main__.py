@@ -128,8 +128,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 bar="" if config.run.quiet else f"T={temperature:g}",
             )
     if dist.is_main():
-        with user_errors("pspo.evaluate"):  # a full disk
-            write_results(config, settings, step, prompts, results)
+        write_results(config, settings, step, prompts, results)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from pspo.losses.surrogates import (
     check_at_least_0,
     clip_range,
     log_ratio,
-    masked,
     policy_gradient,
 )
 
@@ -83,7 +82,7 @@ class GSPO(Surrogate):
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         ratio = row_mean(log_ratio(logprobs, old_logprobs, mask), mask).exp()
         clipped = ratio.clamp(1 - self.epsilon, 1 + self.epsilon_high)
-        return masked(-torch.minimum(ratio * advantages, clipped * advantages), mask)
+        return torch.where(mask, -torch.minimum(ratio * advantages, clipped * advantages), 0.0)
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class GMPO(Surrogate):
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         log_r = log_ratio(logprobs, old_logprobs, mask)
         clipped = torch.where(advantages > 0, log_r.clamp(max=self.epsilon), log_r.clamp(min=-self.epsilon))
-        return masked(-row_mean(clipped, mask).exp() * advantages, mask)
+        return torch.where(mask, -row_mean(clipped, mask).exp() * advantages, 0.0)
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ class DPPO(Surrogate):
             divergence = -old.exp() * log_r.detach() + old_rest * (old_rest / rest).log()
         further = torch.where(advantages > 0, moved > 0, moved < 0)
         contributes = ~(further & (divergence > self.epsilon))
-        return masked(-log_r.exp() * advantages * contributes, mask)
+        return torch.where(mask, -log_r.exp() * advantages * contributes, 0.0)
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ class SPO(Surrogate):
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         ratio = log_ratio(logprobs, old_logprobs, mask).exp()
         penalty = advantages.abs() * (ratio - 1).square() / (2 * self.epsilon)
-        return masked(penalty - ratio * advantages, mask)
+        return torch.where(mask, penalty - ratio * advantages, 0.0)
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ class DRO(Surrogate):
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         log_r = log_ratio(logprobs.detach(), old_logprobs, mask)
         log_w = log_r.sum(dim=1, keepdim=True) if self.level == "sequence" else log_r
-        moved = masked(logprobs - logprobs.detach(), mask)  # 0, with the gradient of logprobs, beyond the clamp, too
+        moved = torch.where(mask, logprobs - logprobs.detach(), 0.0)  # 0; its gradient is logprobs', also when clamped
         penalty = self.tau * log_w * (0.5 * log_r + moved)
         return penalty + policy_gradient(torch.ones_like(log_r), logprobs, advantages, mask)
 
@@ -235,7 +234,7 @@ class CEGPPO(Surrogate):
         low, high = clip_range(self.epsilon, self.epsilon_high)
         weight = torch.where((advantages < 0) & (fixed < low), self.beta1 * low, fixed)
         weight = torch.where((advantages > 0) & (fixed > high), self.beta2 * high, weight)
-        return masked(-weight / fixed * ratio * advantages, mask)
+        return torch.where(mask, -weight / fixed * ratio * advantages, 0.0)
 
 
 @dataclass(frozen=True)

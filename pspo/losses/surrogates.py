@@ -93,17 +93,12 @@ def as_rows(values: Tensor, mask: Tensor, name: str, divisors: bool = False) -> 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """log r = logprob - old_logprob, shape (B, T), 0 where masked, clamped to +-20; float32 or wider."""
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
-    return masked(logprobs.to(dtype) - old_logprobs.to(dtype), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Set values to exactly 0 where masked, NaN and inf too."""
-    return torch.where(mask, values, 0.0)
+    return torch.where(mask, logprobs.to(dtype) - old_logprobs.to(dtype), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def policy_gradient(weight: Tensor, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """-sg(w) A logprob, (B, T), 0 where masked; ``weight`` is (B, 1) or (B, T), float32 or wider, without gradient."""
-    return masked(-weight * advantages * masked(logprobs.to(weight.dtype), mask), mask)
+    return torch.where(mask, -weight * advantages * torch.where(mask, logprobs.to(weight.dtype), 0.0), 0.0)
 
 
 def check(ok: bool, surrogate: Surrogate, rule: str, value: object) -> None:
@@ -147,7 +142,7 @@ class Clip(Surrogate):
         clipped = ratio.clamp(*clip_range(self.epsilon, self.epsilon_high))
         if self.delta is not None:
             ratio = ratio.clamp(max=self.delta)
-        return masked(-torch.minimum(ratio * advantages, clipped * advantages), mask)
+        return torch.where(mask, -torch.minimum(ratio * advantages, clipped * advantages), 0.0)
 
 
 @dataclass(frozen=True)
@@ -157,7 +152,7 @@ class NoClip(Surrogate):
     silent_at_zero_advantage = True
 
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        return masked(-log_ratio(logprobs, old_logprobs, mask).exp() * advantages, mask)
+        return torch.where(mask, -log_ratio(logprobs, old_logprobs, mask).exp() * advantages, 0.0)
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,7 @@ class PSPO(Surrogate):
     def __call__(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         ratio = log_ratio(logprobs, old_logprobs, mask).exp()
         smoothed_ratio = (1 - self.alpha) * ratio + self.alpha
-        return masked(-smoothed_ratio * advantages, mask)
+        return torch.where(mask, -smoothed_ratio * advantages, 0.0)
 
 
 @dataclass(frozen=True)
@@ -201,7 +196,7 @@ class P3O(Surrogate):
         log_r = log_ratio(logprobs, old_logprobs, mask)
         ratio = log_r.exp()
         gate = (4 / self.tau) * torch.sigmoid(self.tau * (ratio - 1))
-        return masked(-gate * advantages + self.kl_coef * (ratio - 1 - log_r), mask)
+        return torch.where(mask, -gate * advantages + self.kl_coef * (ratio - 1 - log_r), 0.0)
 
     @property
     def silent_at_zero_advantage(self) -> bool:
@@ -227,7 +222,7 @@ class SAPO(Surrogate):
         ratio = log_ratio(logprobs, old_logprobs, mask).exp()
         tau = torch.where(advantages > 0, ratio.new_tensor(self.tau_pos), self.tau_neg)
         gate = (4 / tau) * torch.sigmoid(tau * (ratio - 1))
-        return masked(-gate * advantages, mask)
+        return torch.where(mask, -gate * advantages, 0.0)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from pspo.losses.surrogates import as_rows, check, function_name, log_ratio, masked
+from pspo.losses.surrogates import as_rows, check, function_name, log_ratio
 
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 KLEstimator = Literal["k1", "k2", "k3", "unbiased_k3"]
@@ -66,7 +66,7 @@ def correction_weights(
     """
     if callable(mode):
         weights = mode(old_logprobs, sampler_logprobs, mask)
-        return masked(as_rows(weights, mask, f"--algorithm.correction {function_name(mode)}"), mask)
+        return torch.where(mask, as_rows(weights, mask, f"--algorithm.correction {function_name(mode)}"), 0.0)
     if mode not in get_args(Correction)[1:]:
         raise ValueError(f"unknown correction {mode!r}: choose one of {', '.join(get_args(Correction)[1:])}")
     log_r = log_ratio(old_logprobs, sampler_logprobs, mask)
@@ -74,7 +74,7 @@ def correction_weights(
         log_r = log_r.sum(dim=1, keepdim=True)
     ratios = log_r.exp()
     inside = ratios.clamp(floor, cap)
-    return masked(inside if mode.endswith("truncate") else ratios.where(ratios == inside, 0.0), mask)
+    return torch.where(mask, inside if mode.endswith("truncate") else ratios.where(ratios == inside, 0.0), 0.0)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def kl_estimate(
         (B, T), in nats, 0 where masked. x is clamped to +-20. Beyond a bound the gradient is the bound's, not 0:
         the penalty still pulls where the policy is furthest away.
     """
-    moved = masked(logprobs.detach() - logprobs, mask)  # 0, with the gradient of -logprobs
+    moved = torch.where(mask, logprobs.detach() - logprobs, 0.0)  # 0, with the gradient of -logprobs
     x = log_ratio(ref_logprobs, logprobs.detach(), mask) + moved  # (B, T)
     k2 = 0.5 * x.square()
     if estimator == "k1":

@@ -36,12 +36,12 @@ LINEAR_CLASSES = {"Linear", "Conv1D", "FalconLinear"}
 
 
 def has_adapters(policy: PreTrainedModel) -> bool:
-    """True if `add_adapters` has put adapters into the model."""
+    """True if the model has adapters."""
     return hasattr(policy, "peft_config")
 
 
 class StartingAdapters:
-    """Reference model for a `with` block: the policy with the adapters that it had when this object was made."""
+    """Reference model for a `with` block: the policy with stored adapters, at first those that it has now."""
 
     def __init__(self, policy: PreTrainedModel):
         self.policy = policy

@@ -75,22 +75,26 @@ def group_relative_advantages(rewards: Tensor, group_size: int, scale: str = "no
     unknown = groups.isnan()
     highest = groups.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     all_equal = ((groups == highest) | unknown).all(dim=1, keepdim=True)  # exactly 0: a rounded mean leaves noise
-    mean = groups.nanmean(dim=1, keepdim=True)  # (B / G, 1)
-    advantages = groups - mean
+    advantages = groups - groups.nanmean(dim=1, keepdim=True)
+    if scale != "none":
+        advantages = rescaled(advantages, groups, scale, eps)
+    return torch.where(all_equal | unknown, 0.0, advantages).flatten()
+
+
+def rescaled(advantages: Tensor, groups: Tensor, scale: str, eps: float) -> Tensor:
+    """Advantages (B / G, G) of groups of rewards (B / G, G), by a scale other than "none"."""
     if scale == "group":
-        advantages = advantages / (_std(groups) + eps)
-    elif scale == "batch":
-        advantages = advantages / (_std(dist.concat_over_ranks(groups).view(1, -1)) + eps)
-    elif scale == "rloo":
-        n = (~unknown).sum(dim=1, keepdim=True).to(groups.dtype)
-        advantages = advantages * (n / (n - 1).clamp(min=1))
-    elif scale == "maxrl":
+        return advantages / (_std(groups) + eps)
+    if scale == "batch":
+        return advantages / (_std(dist.concat_over_ranks(groups).view(1, -1)) + eps)
+    if scale == "rloo":
+        n = (~groups.isnan()).sum(dim=1, keepdim=True).to(groups.dtype)
+        return advantages * (n / (n - 1).clamp(min=1))
+    if scale == "maxrl":
         if (groups < 0).any():
             raise ValueError("--algorithm.advantages maxrl divides by mean rewards: they must be at least 0")
-        advantages = advantages / mean
-    elif scale != "none":
-        raise ValueError(f"unknown advantage scale {scale!r}: choose none, group, batch, rloo or maxrl")
-    return torch.where(all_equal | unknown, 0.0, advantages).flatten()
+        return advantages / groups.nanmean(dim=1, keepdim=True)
+    raise ValueError(f"unknown advantage scale {scale!r}: choose none, group, batch, rloo or maxrl")
 
 
 def gdpo(

@@ -25,7 +25,7 @@ from pspo.rollout.decode import GPU_CHECK_EVERY, Prefill, cache_dtype, next_logi
 from pspo.rollout.drawing import draw_tokens
 from pspo.rollout.types import Completions, Padded, Sampling
 
-MIN_ROWS = 8  # fewest rows of a graph: fewer are hardly faster
+MIN_ROWS = 8  # fewest rows to shrink to: fewer are hardly faster
 COLUMN_STEP = 64  # the number of columns is a multiple of this: a slightly longer prompt needs no new graphs
 GRAPH_DECODERS: WeakKeyDictionary[PreTrainedModel, GraphDecoder] = WeakKeyDictionary()
 

@@ -39,7 +39,7 @@ class Now:
     sampler: Sampler
     how: How
     learner: Any  # the run's `pspo.update.learner.Learner`
-    phase: Callable[[str], AbstractContextManager[None]]  # times "generate" or "reward"; all ranks end together
+    phase: Callable[[str], AbstractContextManager[None]]  # times a phase: `Run.phase`
     logprobs: Callable[..., Tensor]  # (rollout, advantages, model) to (B, T), of rows that would be trained on
     failures: dict[str, str]  # of each reward function that has failed, the first failure in one line
 

@@ -100,7 +100,7 @@ class Rollout:
     completion_mask: Tensor = field(metadata=COMPLETION)  # (B, T) bool, true through the first stop token inclusive
     terminated: Tensor  # (B,) bool, false where the completion hit the token limit
     texts: list[str]  # by `completion_texts`: a `<think>` that ends the prompt begins the text
-    sampler_logprobs: Tensor | None = field(default=None, metadata=COMPLETION)  # (B, T) float32, before the nucleus cut
+    sampler_logprobs: Tensor | None = field(default=None, metadata=COMPLETION)  # (B, T) float32, as in `Completions`
     nucleus: Nucleus | None = None  # nuclei of the tokens; recorded, as the log-probs, if `Sampling` asks
     sampled_mask: Tensor | None = field(default=None, metadata=COMPLETION)  # (B, T) bool, false at observations
     environment_rewards: list[float] | None = None  # each episode's summed rewards; `texts` then hold last turns

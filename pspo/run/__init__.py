@@ -1,1 +1,1 @@
-"""A run's state and everything it writes: records, checkpoints, resuming, trackers, model cards, the command line."""
+"""A run's state and everything it writes: records, checkpoints, resuming, trackers, model cards."""

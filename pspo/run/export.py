@@ -12,7 +12,7 @@ import torch
 
 from pspo.cli.parse import parse
 from pspo.config import LoraConfig, ModelConfig, switch
-from pspo.endings import EXIT_INTERRUPTED, exit_codes, user_errors
+from pspo.endings import exit_codes, user_errors
 from pspo.files import whole_folder
 from pspo.model import load_policy, load_tokenizer
 from pspo.model.adapters import merged_weights
@@ -46,7 +46,7 @@ def export(config: ExportConfig) -> None:
     print(f"adapters merged in float32, saved in {merged.dtype}: {output}")
 
 
-@exit_codes("pspo export", stopped=EXIT_INTERRUPTED)
+@exit_codes("pspo export")
 def main(args: Sequence[str] | None = None) -> None:
     config, _ = parse(ExportConfig, "pspo export", args)
     with user_errors("pspo export"):

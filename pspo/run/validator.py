@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass, field, replace
 
-from transformers import PreTrainedModel
-
 from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.evaluate.evaluation import evaluate
@@ -40,7 +38,7 @@ class Validator:
     def start(self) -> None:
         """Test and validate the model that the run starts with, unless it is tested already."""
         if self.before is None:
-            self.before = self.test(self.learner.policy, "before")
+            self.before = self.test("before")
             if self.config.run.validate_every:
                 self.validate()
 
@@ -72,11 +70,12 @@ class Validator:
             print_timed(f"step {step}  {measures}  best at {self.validations['best']['step']}", self.config.run.quiet)
         return validation
 
-    def test(self, policy: PreTrainedModel, when: str) -> Record:
+    def test(self, when: str) -> Record:
         """Evaluate greedily on the held-out problems, and keep the completions; {} for --run.test_limit 0."""
         if not self.config.run.test_limit:
             return {}
-        completions = self.evaluate("test", How(self.how.sampling.greedy(), policy), f"test {when}")  # without engine
+        how = How(self.how.sampling.greedy(), self.learner.policy)  # without an engine
+        completions = self.evaluate("test", how, f"test {when}")
 
         def write() -> Record:
             path = self.output / f"test-{when}.jsonl"
@@ -102,15 +101,14 @@ class Validator:
 
     def finish(self) -> Record:
         """Save the final model, test the final and the best model; returns the results of all tests and validations."""
-        policy = self.learner.policy
-        save_model(policy, self.recorder.tokenizer, self.output / "final")
+        save_model(self.learner.policy, self.recorder.tokenizer, self.output / "final")
         best_step = self.validations["best"].get("step", self.learner.steps)
         if best_step == self.learner.steps:
-            final = after = self.test(policy, "after")
+            final = after = self.test("after")
         else:
-            final = self.test(policy, "final")
-            load_weights(policy, self.config.model, self.output / "best")
-            after = self.test(policy, "after")
+            final = self.test("final")
+            load_weights(self.learner.policy, self.config.model, self.output / "best")
+            after = self.test("after")
         return {
             "before": self.before,
             "after": after,

@@ -1,7 +1,7 @@
 """Rewards: their base class and the built-in ones; `pspo.tasks.scoring` calls them.
 
-A reward of your own is a function or a subclass of `Reward`, named by its import path. It gets what its parameters name
-of `all_inputs`, and returns for each completion a finite number, or None to leave it out (docs/guide/rewards.md).
+A reward of your own is a function or a subclass of `Reward`, named by its import path. It gets the inputs that its
+parameters name, and returns for each completion a finite number, or None to leave it out (docs/guide/rewards.md).
 """
 
 import importlib.util
@@ -80,7 +80,7 @@ class MathReward(Reward):
 class FormatReward(Reward):
     """1 if the completion gives its answer in the format `#### <number>`, else 0."""
 
-    def __call__(self, completions: list[str], problems: list[Problem]) -> list[float]:
+    def __call__(self, completions: list[str]) -> list[float]:
         return [float(matches_format(completion)) for completion in completions]
 
 
