@@ -116,9 +116,9 @@ def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str | None]:
     return {
         "A": as_text(name, Number(a.mean())),
         "B": as_text(name, Number(b.mean())),
-        "B - A [95%]": as_text(name, Number(found.mean, found.interval())),
+        "B - A [95%]": as_text(name, Number(found.mean, found.interval())).replace("%", " points"),
         "p": f"{p:.2g}",
         "only A : only B": only,
-        "detects": as_text(name, Number(found.detects())),
+        "detects": as_text(name, Number(found.detects())).replace("%", " points"),
         "seeds for 1, 2, 5 points": None if is_one_seed else found.seeds_text(),
     }

@@ -43,7 +43,7 @@ def test_problems_are_paired(tmp_path, monkeypatch, capsys):
     reference = ttest_rel([0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0, 0])
     low, high = (f"{100 * bound:.1f}" for bound in reference.confidence_interval())
     p = 2 * (1 + 6) / 2**6  # McNemar: one or fewer of six, on both sides
-    row = rf"^accuracy +28\.6% +85\.7% +57\.1% \[{re.escape(low)}, {re.escape(high)}\] +{p:.2g} +1 : 5 +(.*)%$"
+    row = rf"^accuracy +28\.6% +85\.7% +57\.1 points \[{re.escape(low)}, {re.escape(high)}\] +{p:.2g} +1 : 5 +(.*) points$"
     detects = float(re.search(row, out, re.MULTILINE)[1]) / 100
     noncentrality = detects / np.std([-1, 0, 1, 1, 1, 1, 1], ddof=1) * 7**0.5
     assert nct.sf(t.ppf(0.975, 6), 6, noncentrality) == pytest.approx(0.8, abs=0.001)
@@ -59,9 +59,9 @@ def test_of_several_samples_a_problem_has_their_mean(tmp_path, capsys):
     compare(tmp_path / "A", tmp_path / "B")
     out = capsys.readouterr().out
     p = ttest_rel(counts["B"], counts["A"]).pvalue
-    assert re.search(rf"^accuracy +25\.0% +42\.9% +17\.9% \[.*\] +{p:.2g} +- ", out, re.MULTILINE)
+    assert re.search(rf"^accuracy +25\.0% +42\.9% +17\.9 points \[.*\] +{p:.2g} +- ", out, re.MULTILINE)
     assert re.findall("^(?:pass|maj)@.", out, re.MULTILINE) == ["pass@2", "pass@4", "maj@4"]  # @1 is accuracy
-    assert re.search(r"^pass@4 +57\.1% +85\.7% +28\.6% \[.*\] +0\.62 +1 : 3 ", out, re.MULTILINE)
+    assert re.search(r"^pass@4 +57\.1% +85\.7% +28\.6 points \[.*\] +0\.62 +1 : 3 ", out, re.MULTILINE)
     a, b = (100 * np.mean([(n > 2) + 0.5 * (n == 2) for n in right]) for right in counts.values())
     assert re.search(rf"^maj@4 +{a:.1f}% +{b:.1f}% ", out, re.MULTILINE)
 
@@ -78,10 +78,10 @@ def test_the_gain_of_sapo_on_asdiv_over_seeds_and_problems(tmp_path, capsys):
     compare(write_evaluation(tmp_path / "untrained", before), folder.parent)
     out = capsys.readouterr().out
     assert re.search(r"^T = 0, 291 problems, 5 seeds ", out, re.MULTILINE)
-    assert re.search(r"^accuracy +37\.1% +51\.9% +14\.8% \[9\.8, 19\.7\] ", out, re.MULTILINE)
+    assert re.search(r"^accuracy +37\.1% +51\.9% +14\.8 points \[9\.8, 19\.7\] ", out, re.MULTILINE)
     compare(folder, folder.parent)  # by seed: one run of several is compared with itself
     out = capsys.readouterr().out
-    assert re.search(r"^T = 0, 291 problems  .*\naccuracy .* 0\.0% \[0\.0, 0\.0\] ", out, re.MULTILINE)
+    assert re.search(r"^T = 0, 291 problems  .*\naccuracy .* 0\.0 points \[0\.0, 0\.0\] ", out, re.MULTILINE)
 
 
 def test_what_cannot_be_paired_is_refused(tmp_path, capsys):
