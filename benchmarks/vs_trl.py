@@ -15,7 +15,7 @@ listed at `WORKLOADS`.
 
 `python -m benchmarks.gpu` runs both sides on a GPU, also with rollouts by vLLM, TRL's in its own process (colocate).
 Then there is no nucleus, rewards are random, and only the last token ends a completion, so that all draw as many. TRL
-corrects by token_truncate, by a pass of its own; so does pspo with vLLM.
+corrects by token_truncate, by a pass of its own; pspo corrects only vLLM's draws, without one.
 """
 
 import argparse

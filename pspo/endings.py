@@ -19,7 +19,7 @@ EXIT_INTERRUPTED = 130
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """Raise on all ranks what users' code, engines or signals raise on any: Stopped, EngineError or UserCodeFailed."""
+    """Raise on all ranks what the block raises on any, except out of memory: Stopped, EngineError or UserCodeFailed."""
     failure = reason = None
     try:
         yield

@@ -11,8 +11,8 @@
 | ten skipped steps in a row, weights not finite, a full disk | RunFailed | nothing more | the cause and a fix | 1 |
 | a wrong switch, file or model, before the first rollout | ValueError, OSError | nothing | one line, with the fix | 2 |
 | out of memory, with the fewest rows and tokens, too | RuntimeError | nothing more | the traceback | 1 |
-| any other fault of pspo | UserCodeFailed | as below | the traceback; how to go on | 1 |
 | another rank is lost, a fault of pspo in a step of several ranks | any other | nothing more | the traceback | 1 |
+| any other fault of pspo | UserCodeFailed | as below | the traceback; how to go on | 1 |
 
 The snapshot holds the parts' states when they last matched the weights, at the beginning of a rollout or validation: an
 unfinished rollout is drawn again. A run that has taken no step saves no snapshot. When an update fails, a process by

@@ -6,8 +6,8 @@
 `train` follows this diagram from top to bottom; `pspo.update.step` takes the optimizer steps of one rollout.
 `pspo.run` has the records, checkpoints and resuming.
 
-pspo leaves out new weights within a rollout (--rollout.lag makes staleness exactly), training on parts of a rollout,
-and a replay buffer.
+pspo leaves out new weights within a rollout (--rollout.lag makes rollouts as old, exactly), training on parts of a
+rollout, and a replay buffer.
 """
 
 import sys

@@ -49,9 +49,9 @@ class CodeReward(Reward):
     """Share of a problem's tests that the completion's program passes; Linux on x86_64 or aarch64.
 
     `extract_code` finds the program. A test is Python code that raises if the program is wrong, such as
-    `assert add(1, 2) == 3`. It runs after the program, in the program's namespace, as `__main__`. Test cases of
-    unittest end in `assert unittest.main(exit=False).result.wasSuccessful()`, as `unittest.main()` always raises. Tests
-    that assert nothing, or (32 are tried) pass without a program, are refused. The reward without tests is None.
+    `assert add(1, 2) == 3`. It runs after the program, in its namespace, as `__main__`. Test cases of unittest end in
+    `assert unittest.main(exit=False).result.wasSuccessful()`, as `unittest.main()` always raises. Tests that assert
+    nothing, or pass without a program (32 are tried), are refused before training. Without tests the reward is None.
 
     Every completion runs in a Python process of its own (`pspo_lab.sandbox`), which is killed when its time is up. If
     the kernel refuses to confine this process, nothing is run and the reward raises. docs/guide/rewards.md says what

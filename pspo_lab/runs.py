@@ -1,7 +1,7 @@
 """Read runs: folders of `pspo train` and `pspo evaluate`, as data frames.
 
-Folder names tell only the runs of a search. Other runs that differ only in their seed and output folder are the seeds
-of one setting. A folder that cannot be read is named on stderr and left out.
+A folder's name tells only whether a search made the run. Runs that differ only in their seed and output folder are the
+seeds of one setting. A folder that cannot be read is named on stderr and left out.
 """
 
 import functools

@@ -41,7 +41,7 @@ def has_adapters(policy: PreTrainedModel) -> bool:
 
 
 class StartingAdapters:
-    """Reference model for a `with` block: the policy with stored adapters, at first those that it has now."""
+    """Reference model for a `with` block: the policy with stored adapters, at first a copy of its own."""
 
     def __init__(self, policy: PreTrainedModel):
         self.policy = policy

@@ -49,7 +49,7 @@ def token_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log pi(completion token | everything before it), in nats: (B, T) float32 (float64 for a float64 model).
 
-    Too many logits are computed in chunks, and again in the backward pass.
+    If there are too many logits, they are computed in chunks, and again in the backward pass.
 
     Args:
         prompt_ids, prompt_mask: (B, P), left-padded.

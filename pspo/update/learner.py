@@ -48,7 +48,7 @@ class Learner:
         self.shares_prompts = shares_prompts(self.policy)  # if a pass computes each group's prompt once
 
     def reference_model(self) -> AbstractContextManager[transformers.PreTrainedModel | None]:
-        """The reference model, for a `with` block; under LoRA the policy itself, with the adapters stored there."""
+        """The reference model, for a `with` block; under LoRA the policy itself, with its stored adapters."""
         return self.reference if isinstance(self.reference, StartingAdapters) else nullcontext(self.reference)
 
     def reference_weights(self) -> list[Tensor]:

@@ -41,9 +41,9 @@ def test_problems_are_paired(tmp_path, monkeypatch, capsys):
     compare("~/A", tmp_path / "B")
     out = capsys.readouterr().out
     reference = ttest_rel([0, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0, 0])
-    low, high = (f"{100 * bound:.1f}" for bound in reference.confidence_interval())
+    ends = re.escape("[{:.1f}, {:.1f}]".format(*100 * np.array(reference.confidence_interval())))
     p = 2 * (1 + 6) / 2**6  # McNemar: one or fewer of six, on both sides
-    row = rf"^accuracy +28\.6% +85\.7% +57\.1 points \[{re.escape(low)}, {re.escape(high)}\] +{p:.2g} +1 : 5 +(.*) points$"
+    row = rf"^accuracy +28\.6% +85\.7% +57\.1 points {ends} +{p:.2g} +1 : 5 +(.*) points$"
     detects = float(re.search(row, out, re.MULTILINE)[1]) / 100
     noncentrality = detects / np.std([-1, 0, 1, 1, 1, 1, 1], ddof=1) * 7**0.5
     assert nct.sf(t.ppf(0.975, 6), 6, noncentrality) == pytest.approx(0.8, abs=0.001)
