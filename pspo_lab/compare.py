@@ -9,11 +9,12 @@ import pandas as pd
 from scipy.stats import binomtest
 
 from pspo.endings import user_errors
-from pspo.evaluate.statistics import MEANS, Number, as_text, measure_name, table
+from pspo.evaluate.statistics import MEANS, measure_name, table
 from pspo.terminal import one_line
 from pspo_lab.power import MOST_SEEDS, estimate
 from pspo_lab.runs import read_problems
 from pspo_lab.settings import DATA, SEED, make_setting, read_switches
+from pspo_lab.tables import Column
 
 NOTE = f"""\
 [95%] and p: t-test of the differences over problems and, where there are several, seeds, both taken as samples; of one
@@ -113,12 +114,13 @@ def row(name: str, a: np.ndarray, b: np.ndarray) -> dict[str, str | None]:
         better = int((difference > 0).sum())
         only = f"{worse} : {better}"
         p = binomtest(better, worse + better).pvalue
+    column = Column("", name)
     return {
-        "A": as_text(name, Number(a.mean())),
-        "B": as_text(name, Number(b.mean())),
-        "B - A [95%]": as_text(name, Number(found.mean, found.interval())).replace("%", " points"),
+        "A": column.text(a.mean()),
+        "B": column.text(b.mean()),
+        "B - A [95%]": column.difference_text(found.mean, found.interval()),
         "p": f"{p:.2g}",
         "only A : only B": only,
-        "detects": as_text(name, Number(found.detects())).replace("%", " points"),
+        "detects": column.difference_text(found.detects()),
         "seeds for 1, 2, 5 points": None if is_one_seed else found.seeds_text(),
     }
