@@ -165,7 +165,9 @@ class RewardConfig(Section, Scoring, name="reward"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.in_workers:
+        if self.timeout > 0:
+            object.__setattr__(self, "workers", max(self.workers, 1))
+        if self.workers > 0:
             for function in self.functions:
                 check_importable(function)
         if self.weights is not None:

@@ -24,6 +24,7 @@ import os
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Any
 
 _PACKAGES = [Path(__file__).parents[1] / name for name in ("pspo", "pspo_lab", "pspo_vllm", "pspo_bridge")]
 _FOLDERS = [*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), *_PACKAGES]
@@ -48,6 +49,11 @@ class EngineError(RuntimeError):
 
 class UserCodeError(ValueError):
     """A user's reward, environment, loss or worker has failed as the text explains; no traceback is needed."""
+
+
+def function_name(function: Any) -> str:
+    """Name of a function, or of an instance's class, in messages and metrics; a name stays as it is."""
+    return function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -41,6 +41,6 @@ def load_inputs(
     for split, limit in limits.items():
         prompts[split] = load_prompts(config.data, tokenizer, split, limit, room, make_environment)
         check_token_ids(model_config, tokenizer, prompts[split].ids)
-        check_rewards(config.reward.functions, prompts[split].problems)
+        check_rewards(config.reward, prompts[split].problems)
     calls = None if make_environment is None else check_calls(tokenizer, make_environment)
     return Inputs(tokenizer, make_environment, prompts, calls)

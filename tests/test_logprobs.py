@@ -132,14 +132,13 @@ def test_a_pass_takes_completions_of_like_lengths(tiny_model, monkeypatch, name,
 )
 def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch, chunk_bytes, sizes):
     """Whole rows of 1 and 4 tokens, pieces of rows of 7 and 12 that are too long, and a last row without a token."""
-    model, chunks, original = tiny_model(), [], pspo.model.logprobs.head_logits
+    model, chunks = tiny_model(), []
     rows = make_rows((9, 3, 1, 6, 2), (7, 1, 4, 12, 0))
-    monkeypatch.setattr(
-        pspo.model.logprobs, "head_logits", lambda model, h, T: (chunks.append(len(h)), original(model, h, T))[1]
-    )
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", 1)
-    actual, expected = token_logprobs(model, *rows), reference.batch_logprobs(model, rows)
+    expected = reference.batch_logprobs(model, rows)
+    model.get_output_embeddings().register_forward_hook(lambda head, inputs, logits: chunks.append(len(logits)))
+    actual = token_logprobs(model, *rows)
     assert chunks == sizes
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=2e-4, atol=2e-4)

@@ -149,7 +149,7 @@ def test_a_drawing_ahead_that_fails_on_one_rank_is_given_up_by_all(capfd):
         sampler = FailsOnRank1(None, None, None, asked=((), 2, None))
         source = Ahead(None, None, sampler, None, None, None, None, {})
         source.settle()
-        assert source.prefetched is None
+        assert sampler.drawn is None
 
     assert ranks(rank) == [0, 0]
     assert capfd.readouterr().err.count("the engine failed to draw ahead, and is asked again: the server is gone") == 1

@@ -151,7 +151,7 @@ def test_a_function_gets_what_it_names_and_nothing_else():
 )
 def test_what_a_reward_cannot_have_is_refused_before_a_model_is_loaded(function, answer, message):
     with pytest.raises(ValueError, match=message):
-        check_rewards([function], [Problem("?", answer, {"hint": "add", "level": 3})])
+        check_rewards(RewardConfig([function]), [Problem("?", answer, {"hint": "add", "level": 3})])
 
 
 def test_rewards_hear_what_was_drawn_and_which_completions_hit_the_limit():
@@ -308,7 +308,7 @@ def test_an_async_reward_that_hangs_lets_the_process_end(work):
     code = "import os, signal, threading, work; from pspo.tasks.scoring import call_reward; "
     code += "signal.signal(signal.SIGINT, signal.default_int_handler); "  # in the background a shell ignores it
     code += "threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start(); "
-    code += "call_reward(work.hangs_async, {'completions': []}, 0)"
+    code += "call_reward('', work.hangs_async, {'completions': []}, 0)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=30)
     assert b"KeyboardInterrupt" in ended.stderr

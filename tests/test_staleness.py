@@ -5,7 +5,6 @@ import dataclasses
 import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,9 @@ from pspo.config import AlgorithmConfig
 from pspo.files import read_jsonl
 from pspo.losses import GSPO, PSPO
 from pspo.rollout import Experience, Prompts, group_relative_advantages
-from pspo.rollout.source import Ahead, Now, refill
+from pspo.rollout.engine import EngineSampler
+from pspo.rollout.sampler import How, PolicySampler
+from pspo.rollout.source import Now, refill
 from pspo.rollout.types import Nucleus, join
 from pspo.tasks import Reward
 from pspo.train import main
@@ -100,15 +101,21 @@ def test_kept_logprobs_are_the_first_visit_s_to_the_bit(tiny_model, surrogate):
         assert not kept[left_out].any()
 
 
+class DrawsNow(EngineSampler):
+    def begin(self, *_): ...
+
+    def complete(self):
+        return "drawn now"
+
+
 def test_a_rollout_that_was_drawn_ahead_is_handed_out_for_its_prompts_alone():
     rollout, _ = make_rollout(groups=2)
     ids = [ids[mask].tolist() for ids, mask in zip(rollout.prompt_ids[::G], rollout.prompt_mask[::G], strict=True)]
-    sampler = SimpleNamespace(asked=None, draw=lambda *_: "drawn now")
-    for prompts in (ids, ids[::-1], ids[:1]):
-        source = Ahead(make_config(), None, sampler, None, None, None, None, {}, prefetched=rollout)
-        expected = rollout if prompts is ids else "drawn now"
-        assert source.draw_rollout(Prompts([], prompts)) is expected
-        assert source.prefetched is None
+    for prompts, group_size in ((ids, G), (ids[::-1], G), (ids[:1], G), (ids, 1)):
+        sampler = DrawsNow(None, None, PolicySampler(None), drawn=rollout)
+        is_handed_out = prompts is ids and group_size == G
+        assert sampler.draw(Prompts([], prompts), group_size, How(None)) is (rollout if is_handed_out else "drawn now")
+        assert sampler.drawn is (None if is_handed_out else rollout)  # a validation leaves it to the training
 
 
 def test_a_validation_leaves_the_rollout_that_was_drawn_ahead_to_the_training():

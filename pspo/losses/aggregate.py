@@ -19,7 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pspo.losses.surrogates import as_rows, function_name
+from pspo.errors import function_name
+from pspo.losses.surrogates import as_rows
 
 Aggregation = Literal["dapo", "grpo", "dr_grpo"]
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pspo.errors import UserCodeError
+from pspo.errors import UserCodeError, function_name
 
 MAX_LOG_RATIO = 20.0
 
@@ -50,11 +50,6 @@ class Surrogate(ABC):
     def __repr__(self) -> str:  # a dataclass has its own
         arguments = (name for name in inspect.signature(type(self)).parameters if hasattr(self, name))
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in arguments)})"
-
-
-def function_name(function: Callable | str) -> str:
-    """Name of a function, or of an instance's class, in messages."""
-    return function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
 
 
 def check_loss(piece: Surrogate | Callable, loss: Tensor, logprobs: Tensor) -> None:

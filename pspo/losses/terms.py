@@ -16,7 +16,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from pspo.losses.surrogates import as_rows, check, function_name, log_ratio
+from pspo.errors import function_name
+from pspo.losses.surrogates import as_rows, check, log_ratio
 
 Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 KLEstimator = Literal["k1", "k2", "k3", "unbiased_k3"]
@@ -27,7 +28,7 @@ class LossInputs:
     """Inputs of a loss at the tokens of B rows."""
 
     logprobs: Tensor  # (B, T), the policy's, with gradient
-    old_logprobs: Tensor  # (B, T), ratios are formed against them
+    old_logprobs: Tensor  # (B, T), ratios are formed against them; in training r is 1 where masked
     advantages: Tensor  # (B, 1) or (B, T)
     mask: Tensor  # (B, T) bool, the tokens that the loss is about
     entropies: Tensor  # (B, T), entropies of the policy's distributions in nats, with gradient

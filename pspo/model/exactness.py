@@ -16,7 +16,7 @@ from pspo.model.logprobs import token_logprobs
 TokenIds = Sequence[Sequence[int]]
 Row = tuple[list[int], list[int]]  # token ids of a prompt and of its completion
 
-HEAD = "does more to its logits than its output embedding and softcapping, which `pspo.model.logprobs.head_logits` does"
+HEAD = "does more to its logits than its output embedding and softcapping (`pspo.model.logprobs.head_logprobs`)"
 GROUPS = "gives a row other log-probs in a padded batch than alone"
 DECODING = "decodes (--rollout.decoder) other tokens than its forward pass finds likeliest"
 

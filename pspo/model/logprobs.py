@@ -18,7 +18,7 @@ from pspo.model.shared_prompts import body_states, hidden_states_of_shared_promp
 CHUNK_BYTES = 2**24  # bytes of float32 logits that are held at a time on a CPU
 GPU_CHUNK_SHARE = 64  # a 64th of a GPU's memory is for the logits held at a time
 CHUNK_TOKENS = 256  # fewest in a chunk: each chunk costs a pass over the output embedding's gradient
-CACHED_LOGITS = 2**16  # logits that stay in a CPU's cache
+CACHED_LOGITS = 2**16  # logits that stay in a CPU's cache while `TokenLogprobs` works on them
 
 
 class Targets(NamedTuple):
@@ -106,13 +106,16 @@ def row_chunks(model: PreTrainedModel, mask: Tensor) -> list[tuple[slice, slice]
 
 
 def head_logprobs(model: PreTrainedModel, hidden: Tensor, targets: Targets, temperature: float) -> Sequence[Tensor]:
-    """Log-probs and entropies of n targets from last hidden states (n, H): (n,) each, float32 or wider, with gradient.
-
-    If n is above `chunk_tokens`, logits are computed in pieces, and again in the backward pass.
-    """
+    """Log-probs and entropies (n,) of targets by last hidden states (n, H): float32 or wider, with gradient."""
     if len(hidden) > chunk_tokens(model):
         return recomputed_logprobs(model, hidden, targets, temperature)
-    logits = head_logits(model, hidden, temperature)
+    head = model.get_output_embeddings()
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    if softcap is None and getattr(head, "bias", None) is None:
+        logits = head(hidden / temperature)  # a pass over (n, H) instead of one over (n, V)
+    else:
+        logits = head(hidden)
+        logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
     if targets.nucleus is not None:
         logits = logits.masked_fill(excluded_mask(*targets.nucleus, logits), -torch.inf)
     return TokenLogprobs.apply(logits, to_device(targets.ids, logits.device))
@@ -140,7 +143,9 @@ class TokenLogprobs(torch.autograd.Function):
         probs = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         logprobs = probs.new_empty(len(probs))
         entropies = probs.new_empty(len(probs))
-        for rows in _cached_rows(probs):
+        n = max(1, CACHED_LOGITS // probs.shape[1]) if probs.device.type == "cpu" else max(1, len(probs))
+        ctx.slices = [slice(start, start + n) for start in range(0, len(probs), n)]
+        for rows in ctx.slices:
             shifted = probs[rows]  # (k, V), still logits
             shifted -= shifted.amax(dim=1, keepdim=True)
             target = shifted.gather(1, targets[rows, None]).squeeze(1)
@@ -162,7 +167,7 @@ class TokenLogprobs(torch.autograd.Function):
         """dlogprob / dlogits = one-hot - p, dH / dlogits = -p (log p + H); probabilities are overwritten."""
         targets, entropies, gradient = ctx.saved_tensors
         slopes = torch.zeros_like(entropies) if slopes is None else slopes
-        for rows in _cached_rows(gradient):
+        for rows in ctx.slices:
             p = gradient[rows]
             if entropy_slopes is None:
                 p *= -slopes[rows, None]
@@ -171,23 +176,6 @@ class TokenLogprobs(torch.autograd.Function):
                 p *= -(log_p.add_(entropies[rows, None]).mul_(entropy_slopes[rows, None]).add_(slopes[rows, None]))
             p.scatter_add_(1, targets[rows, None], slopes[rows, None])
         return gradient.to(ctx.logits_dtype), None
-
-
-def _cached_rows(logits: Tensor) -> list[slice]:
-    """Slices of the rows of logits (n, V) that fit a CPU's cache; on a GPU one slice of all rows."""
-    n = len(logits)
-    at_a_time = max(1, CACHED_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else max(1, n)
-    return [slice(start, min(start + at_a_time, n)) for start in range(0, n, at_a_time)]
-
-
-def head_logits(model: PreTrainedModel, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-    """(..., V) logits of hidden states (..., H), as by the model's own forward pass, divided by the temperature."""
-    head = model.get_output_embeddings()
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    if softcap is None and getattr(head, "bias", None) is None:
-        return head(hidden / temperature)  # a pass over (..., H) instead of one over (..., V)
-    logits = head(hidden)
-    return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
 
 
 def excluded_mask(ids: Tensor, counts: Tensor, logits: Tensor) -> Tensor:

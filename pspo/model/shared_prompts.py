@@ -39,7 +39,6 @@ def hidden_states_of_shared_prompts(
     cache, mask, L = share_prefix(model, ids[prompts, :width], mask[prompts, :width], mask, positions)
     if L == 0 and len(prompts) == len(ids):
         return None
-
     last = body_states(model, ids[prompts, L:width], mask[prompts, :width], positions[prompts, L:width], cache)[:, -1:]
     states = last.new_zeros(len(ids), ids.shape[1] - width, last.shape[2])
     lengths = mask[:, width:].sum(dim=1)
@@ -115,10 +114,9 @@ def share_prefix(
 ) -> tuple[PassCache, Tensor, int]:
     """On a CPU, compute the common beginning of left-padded prompts (n, P) once, if it has MIN_PREFIX tokens.
 
-    A GPU gains nothing: another pass costs more, by its kernel launches, than the common beginning in every row.
-    ``mask`` and ``positions``, (b, P + ...), belong to the rows that continue the prompts. Returns, for a pass over
-    columns L and later: its cache; its mask (b, P + ...), which has the beginning in columns 0 to L - 1 of every row,
-    and masks the row's own copy; and L, which may be 0.
+    On a GPU another pass costs more than it saves. ``mask`` and ``positions``, (b, P + ...), belong to the rows that
+    continue the prompts. Returns, for a pass over columns L and later: its cache; its mask (b, P + ...), which has the
+    beginning in columns 0 to L - 1 of every row, and masks the row's own copy; and L, which may be 0.
     """
     cache = PassCache(model)
     if len(prompt_ids) == 1 or model.device.type == "cuda" or not attends_fully(model) or dist.is_sharded(model):

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from pspo import distributed as dist
 from pspo.config import Advantages
-from pspo.losses.surrogates import as_rows, function_name
+from pspo.errors import function_name
+from pspo.losses.surrogates import as_rows
 from pspo.rollout.types import Experience
 from pspo.tasks import Problem
 

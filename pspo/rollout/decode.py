@@ -7,7 +7,7 @@ without sorting the vocabulary. Finished rows leave the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from pspo.model import CACHE_ARGUMENT, share_prefix, takes_visible_columns, to_device, to_model
 from pspo.rollout.drawing import NucleusRecorder, draw_tokens
-from pspo.rollout.types import Completions, Padded, Sampling
+from pspo.rollout.types import Completions, Nucleus, Padded, Sampling
 
 GPU_CHECK_EVERY = 16  # tokens between checks for finished rows: each makes the CPU wait for the GPU
 MIN_FINISHED = 0.25  # from this share of finished rows on, the cache is copied without them
@@ -39,6 +39,10 @@ def prefill(model: PreTrainedModel, prompts: Padded) -> Prefill:
     pass_cache, mask, L = share_prefix(model, prompts.ids, prompts.mask, prompts.mask.long(), positions)
     ids, visible, positions = to_model(model, prompts.ids[:, L:], mask, positions[:, L:])
     logits = next_logits(model, pass_cache, ids, visible, positions)
+    if torch.is_autocast_enabled(model.device.type):  # attention would cast all keys and values at every step
+        dtype = torch.get_autocast_dtype(model.device.type)
+        for layer in pass_cache.filled:
+            layer.keys, layer.values = layer.keys.to(dtype), layer.values.to(dtype)
     cache = DynamicCache(config=model.config)
     cache.layers = pass_cache.filled
     return Prefill(logits, positions[:, -1:], mask, cache)
@@ -63,8 +67,7 @@ class BufferedLayer(DynamicLayer):
         self.lazy_initialization(layer.keys, layer.values)
         self.buffers = []
         for states in (layer.keys, layer.values):
-            repeated = states.to(cache_dtype(states)).repeat_interleave(group_size, dim=0)
-            self.buffers.append(pad(repeated, (0, 0, 0, max_completion_tokens)))
+            self.buffers.append(pad(states.repeat_interleave(group_size, dim=0), (0, 0, 0, max_completion_tokens)))
         self.keys, self.values = (buffer[:, :, : layer.get_seq_length()] for buffer in self.buffers)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -78,12 +81,6 @@ class BufferedLayer(DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         self.buffers = [buffer[indices] for buffer in self.buffers]
         self.keys, self.values = (buffer[:, :, : self.get_seq_length()] for buffer in self.buffers)
-
-
-def cache_dtype(states: Tensor) -> torch.dtype:
-    """The dtype of buffers for keys and values: autocast's where on, or attention would cast all at every step."""
-    device_type = states.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
 
 
 class DecodeState:
@@ -109,20 +106,36 @@ class DecodeState:
         self.tokens = self.live  # (b,) int64, drawn last
         self.length = 0  # tokens drawn so far in every live row
         self.completions = self.live.new_full((len(mask), limit), sampling.pad_id)  # (B, T)
+
+    def sample(self, sampling: Sampling) -> Tensor:
+        """Draw the next token of each row, padding where the row has ended; returns the scores (b, V)."""
+        tokens, scores = draw_tokens(self.logits, sampling)
+        self.tokens = tokens.where(~self.ended, sampling.pad_id)
+        self.completions[self.live, self.length] = self.tokens
+        self.length += 1
+        return scores
+
+
+class RecordingState(DecodeState):
+    """Records the tokens' log-probs and nuclei, as ``sampling`` asks."""
+
+    def __init__(self, model: PreTrainedModel, prompts: Padded, sampling: Sampling, group_size: int) -> None:
+        super().__init__(model, prompts, sampling, group_size)
         self.logprobs = torch.zeros_like(self.completions, dtype=torch.float32) if sampling.logprobs else None
         self.nuclei = NucleusRecorder(self.completions) if sampling.nucleus else None
 
-    def sample(self, sampling: Sampling) -> None:
-        """Draw the next token of each row, padding where the row has ended."""
-        record = None
+    def sample(self, sampling: Sampling) -> Tensor:
         if self.nuclei is not None:
-            record = partial(self.nuclei.cut, sampling.top_p, self.live, self.ended, self.length)
-        tokens, scores = draw_tokens(self.logits, sampling, record)
-        self.tokens = tokens.where(~self.ended, sampling.pad_id)
-        self.completions[self.live, self.length] = self.tokens
+            self.logits = self.nuclei.cut(self.logits, sampling, self.live, self.ended, self.length)
+            sampling = replace(sampling, top_k=0, top_p=1.0)
+        scores = super().sample(sampling)
         if self.logprobs is not None:
-            self.logprobs[self.live, self.length] = -cross_entropy(scores, self.tokens, reduction="none")
-        self.length += 1
+            self.logprobs[self.live, self.length - 1] = -cross_entropy(scores, self.tokens, reduction="none")
+        return scores
+
+    def recorded(self) -> tuple[Tensor | None, Nucleus | None]:
+        logprobs = None if self.logprobs is None else self.logprobs[:, : self.length]
+        return logprobs, None if self.nuclei is None else self.nuclei.collect(self.length)
 
 
 def decode(
@@ -130,8 +143,8 @@ def decode(
 ) -> Completions:
     """Complete each of the prompts (N, P) ``group_size`` times."""
     device = model.device
-    state = DecodeState(model, prompts, sampling, group_size)
-    width = prompts.ids.shape[1]
+    records = sampling.logprobs or sampling.nucleus
+    state = (RecordingState if records else DecodeState)(model, prompts, sampling, group_size)
     stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.long, device=device)
     check_every = GPU_CHECK_EVERY if device.type == "cuda" else 1
     while True:
@@ -151,11 +164,9 @@ def decode(
                 for name in ("live", "ended", "tokens", "positions", "mask"):
                     setattr(state, name, getattr(state, name)[stay])
         state.positions += 1
-        mask = state.mask[..., : width + state.length]
+        mask = state.mask[..., : prompts.ids.shape[1] + state.length]
         state.logits = next_logits(model, state.cache, state.tokens[:, None], mask, state.positions)
-    logprobs = None if state.logprobs is None else state.logprobs[:, : state.length]
-    nucleus = None if state.nuclei is None else state.nuclei.collect(state.length)
-    return Completions(state.completions[:, : state.length], logprobs, nucleus)
+    return Completions(state.completions[:, : state.length], *(state.recorded() if records else ()))
 
 
 def generate_by_library(

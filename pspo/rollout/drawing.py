@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,22 +96,22 @@ def random_numbers(generators: Generators | None) -> Iterator[None]:
             generators.states = torch_states(device)
 
 
-def draw_tokens(
-    logits: Tensor, sampling: Sampling, record: Callable[[Tensor], Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def draw_tokens(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Tokens (b,), one from the nucleus of each row of logits (b, V); and scores (b, V), which give their log-probs.
 
-    Scores are float32, at the temperature, and -inf outside recorded nuclei. Temperature 0 takes the likeliest tokens.
+    Scores are float32 logits at the temperature. Temperature 0 takes the likeliest tokens.
     """
-    scores = allowed = logits.float() / (sampling.temperature or 1.0)
-    if sampling.top_k > 0:
-        least = scores.topk(min(sampling.top_k, scores.shape[1])).values[:, -1:]
-        allowed = scores.masked_fill(scores < least, -torch.inf)
-    if record is not None:
-        scores = allowed = record(allowed)
+    scores = logits.float() / (sampling.temperature or 1.0)
     if sampling.temperature == 0:
-        return allowed.argmax(dim=1), scores
-    return sample_nucleus(allowed.softmax(dim=1), sampling.top_p if record is None else 1.0), scores
+        return scores.argmax(dim=1), scores
+    allowed = scores if sampling.top_k == 0 else keep_likeliest(scores, sampling.top_k)
+    return sample_nucleus(allowed.softmax(dim=1), sampling.top_p), scores
+
+
+def keep_likeliest(scores: Tensor, k: int) -> Tensor:
+    """Scores (b, V), -inf below the k-th highest of a row."""
+    least = scores.topk(min(k, scores.shape[1])).values[:, -1:]
+    return scores.masked_fill(scores < least, -torch.inf)
 
 
 def sample_nucleus(probs: Tensor, top_p: float) -> Tensor:
@@ -184,15 +184,17 @@ class NucleusRecorder:
         self.rows: list[Tensor] = []  # by step, the row of each recorded token
         self.ids: list[Tensor] = []
 
-    def cut(self, top_p: float, live: Tensor, ended: Tensor, column: int, scores: Tensor) -> Tensor:
-        """Scores (b, V), -inf outside nuclei; records the nuclei of the rows ``live`` (b,) that have not ended."""
-        is_inside = in_nucleus(scores.softmax(dim=1), top_p)
+    def cut(self, logits: Tensor, sampling: Sampling, live: Tensor, ended: Tensor, column: int) -> Tensor:
+        """Logits (b, V), -inf outside nuclei; records the nuclei of the rows ``live`` (b,) that have not ended."""
+        scores = logits.float() / (sampling.temperature or 1.0)
+        allowed = scores if sampling.top_k == 0 else keep_likeliest(scores, sampling.top_k)
+        is_inside = in_nucleus(allowed.softmax(dim=1), sampling.top_p) & (allowed > -torch.inf)
         recorded = is_inside & ~ended[:, None]
         rows, ids = recorded.nonzero(as_tuple=True)
         self.counts[live, column] = recorded.sum(dim=1)
         self.rows.append(live[rows])
         self.ids.append(ids)
-        return scores.masked_fill(~is_inside, -torch.inf)
+        return logits.masked_fill(~is_inside, -torch.inf)
 
     def collect(self, length: int) -> Nucleus:
         """The nuclei of the first ``length`` columns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -9,7 +10,9 @@ from typing import Any, Protocol
 import torch
 import transformers
 from torch import Tensor
+from tqdm import tqdm
 
+from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.errors import EngineError
 from pspo.model import autocast
@@ -56,10 +59,17 @@ class EngineSampler:
     learner: Any  # the run's `pspo.update.learner.Learner`
     by_model: PolicySampler
     asked: tuple[Prompts, int, How] | None = None  # the arguments of `begin`, until `complete`
+    drawn: Rollout | None = None  # drawn ahead, and complete
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
+        """The rollout drawn ahead, if it completes these prompts; otherwise a rollout drawn now."""
         if how.model is not None:
             return self.by_model.draw(prompts, group_size, how)
+        self.settle()
+        if self.drawn is not None and self.drawn.is_of(prompts.ids, group_size):
+            rollout = self.drawn
+            self.drawn = None
+            return rollout
         self.begin(prompts, group_size, how)
         with interruptible(self.by_model.signals):  # not in `begin`, where ranks gather weights together
             return self.complete()
@@ -79,6 +89,18 @@ class EngineSampler:
             ids, logprobs = self.engine.complete(prompts.ids, how.sampling, group_size)
         padded = left_pad(prompts.ids, how.sampling.pad_id)
         return make_rollout(self.by_model.tokenizer, padded, Completions(ids, logprobs), how.sampling)
+
+    def settle(self) -> None:
+        """Wait for the rollout drawn ahead. If a rank's engine fails, all ranks drop it, and draw its prompts again."""
+        if self.asked is None:
+            return
+        self.drawn = None
+        try:
+            self.drawn = self.complete()
+        except Exception as error:  # a user's engine may raise anything
+            tqdm.write(f"the engine failed to draw ahead, and is asked again: {error}", file=sys.stderr)
+        if dist.max_over_ranks(self.drawn is None):
+            self.drawn = None
 
 
 def find_engine(spec: dict[str, Any]) -> Engine:

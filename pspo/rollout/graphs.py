@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel, StopStringCriteria
 from transformers.cache_utils import DynamicLayer
 
 from pspo.model import to_device
-from pspo.rollout.decode import GPU_CHECK_EVERY, Prefill, cache_dtype, next_logits, prefill
+from pspo.rollout.decode import GPU_CHECK_EVERY, Prefill, next_logits, prefill
 from pspo.rollout.drawing import draw_tokens
 from pspo.rollout.types import Completions, Padded, Sampling
 
@@ -78,7 +78,7 @@ class GraphDecoder:
         for layer in prefilled.cache.layers:
             for states in (layer.keys, layer.values):
                 numbers = rows * columns * states.shape[1] * states.shape[3]
-                self.buffers.append(states.new_zeros(numbers, dtype=cache_dtype(states)))
+                self.buffers.append(states.new_zeros(numbers))
         self.visible_buffer = torch.zeros(rows * columns, dtype=torch.bool, device=device)
         self.weights: dict[str, Tensor] = {}  # linear layers' in autocast's dtype: a graph would cast them each time
         self.tokens = torch.zeros(rows, 1, dtype=torch.long, device=device)  # drawn last
@@ -94,7 +94,7 @@ class GraphDecoder:
     def fits(self, prefilled: Prefill, *size: int) -> bool:
         """True if the buffers are large enough, and of the dtype of the keys."""
         is_large = all(needed <= there for needed, there in zip(size, self.size, strict=True))
-        return is_large and cache_dtype(prefilled.cache.layers[0].keys) == self.buffers[0].dtype
+        return is_large and prefilled.cache.layers[0].keys.dtype == self.buffers[0].dtype
 
     def load(self, prefilled: Prefill, n: int, columns: int, sampling: Sampling, group_size: int) -> None:
         """Load prefilled prompts (N, P), each into ``group_size`` of n rows; the rest of the rows are idle."""

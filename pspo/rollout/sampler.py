@@ -60,16 +60,12 @@ class PolicySampler:
     """Draws rollouts from a model, with `generate`."""
 
     tokenizer: PreTrainedTokenizerBase
-    autocast_mode: str = "none"  # --model.autocast of forward passes
+    autocast: str = "none"  # --model.autocast of forward passes
     signals: StopSignals = field(default_factory=StopSignals)  # a signal to stop ends a draw at once
     memory: Generators | None = None  # stores how many rows fit once memory has run out
 
     def draw(self, prompts: Prompts, group_size: int, how: How) -> Rollout:
-        with (
-            random_numbers(how.generators),
-            autocast(self.autocast_mode, how.model.device),
-            interruptible(self.signals),
-        ):
+        with random_numbers(how.generators), autocast(self.autocast, how.model.device), interruptible(self.signals):
             return generate(how.model, self.tokenizer, prompts.ids, how.sampling, group_size, self.memory)
 
 
@@ -102,15 +98,20 @@ def generate(
             parts.append(make_rollout(tokenizer, padded, completions, sampling))
         return parts[0] if len(parts) == 1 else join(parts, sampling.pad_id)
     except RuntimeError as error:
-        if at_a_time * group_size == 1 or not is_out_of_memory(error):
-            raise
+        halved = halve_rows(sampling, at_a_time * group_size, memory, error)
     parts.clear()  # outside the except block, whose error holds the tensors of the failed pass
-    max_rows = at_a_time * group_size // 2
-    if memory is not None:
-        memory.max_rows = max_rows
-    warnings.warn(f"out of memory: drawing as with --rollout.max_rows {max_rows}", stacklevel=1)
     set_torch_states(states, model.device)
-    return generate(model, tokenizer, prompts, replace(sampling, max_rows=max_rows), group_size, memory)
+    return generate(model, tokenizer, prompts, halved, group_size, memory)
+
+
+def halve_rows(sampling: Sampling, rows: int, memory: Generators | None, error: RuntimeError) -> Sampling:
+    """Sampling of half as many rows at a time if memory ran out; raises any other ``error``, and that of one row."""
+    if rows == 1 or not is_out_of_memory(error):
+        raise error
+    if memory is not None:
+        memory.max_rows = rows // 2
+    warnings.warn(f"out of memory: drawing as with --rollout.max_rows {rows // 2}", stacklevel=1)
+    return replace(sampling, max_rows=rows // 2)
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> Padded:
@@ -140,10 +141,7 @@ def completion_texts(
 def make_rollout(
     tokenizer: PreTrainedTokenizerBase, prompts: Padded, completions: Completions, sampling: Sampling
 ) -> Rollout:
-    """Make a rollout of prompts (N, P) and the completions (N * group_size, T) drawn for them.
-
-    Masks come from lengths, never from token values: a pad token may equal a stop token.
-    """
+    """Make a rollout of prompts (N, P) and the completions (N * group_size, T) drawn for them."""
     ids = completions.ids.cpu()
     n_rows, width = ids.shape
     prompt_ids, prompt_mask = (part.repeat_interleave(n_rows // len(part), dim=0) for part in prompts)
@@ -154,7 +152,7 @@ def make_rollout(
     terminated = is_stop.any(dim=1)
     lengths = torch.where(terminated, is_stop.long().argmax(dim=1) + 1, width)
     width = int(lengths.max())  # a GPU draws tokens beyond it until its next check
-    mask = torch.arange(width) < lengths[:, None]
+    mask = torch.arange(width) < lengths[:, None]  # not by values: a pad token may equal a stop token
     ids = ids[:, :width].where(mask, sampling.pad_id)
     tokens = [row.tolist() for row in ids[mask].split(lengths.tolist())]
     texts = completion_texts(tokenizer, prompt_ids.tolist(), tokens, sampling.stop_ids)

@@ -7,7 +7,6 @@
 | above 0 | an engine | `Ahead` | the same; meanwhile the engine draws the next rollout |
 """
 
-import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,16 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from pspo import distributed as dist
 from pspo.config import AlgorithmConfig, TrainConfig, switches_with
 from pspo.errors import UserCodeError
 from pspo.rollout.advantages import estimate_advantages, group_relative_advantages
 from pspo.rollout.engine import EngineSampler
-from pspo.rollout.prompts import Prompts, PromptStream
+from pspo.rollout.prompts import PromptStream
 from pspo.rollout.sampler import How, Sampler
-from pspo.rollout.types import Experience, Rollout, join
+from pspo.rollout.types import Experience, join
 from pspo.tasks.scoring import show_failures
 
 
@@ -75,9 +73,9 @@ class Now:
         indices, prompts = self.stream.next(n)
         gathered = dist.unsharded(self.how.model) if self.learner.is_sharded else nullcontext()
         with self.phase("generate"), gathered:
-            rollout = self.draw_rollout(prompts)
-        with self.phase("reward"):
             group_size = self.config.rollout.group_size
+            rollout = self.sampler.draw(prompts, group_size, self.how)
+        with self.phase("reward"):
             problems = [problem for problem in prompts.problems for _ in range(group_size)]
             limit = self.config.rollout.max_completion_tokens
             scores = rollout.score(problems, group_size, self.config.reward, self.learner.steps, limit)
@@ -92,9 +90,6 @@ class Now:
             reward_failed=bool(scores.failures),
         )
         return self.add_advantages(experience)
-
-    def draw_rollout(self, prompts: Prompts) -> Rollout:
-        return self.sampler.draw(prompts, self.config.rollout.group_size, self.how)
 
     def settle(self) -> None:
         """Wait for a rollout that is being drawn ahead; a snapshot of the states needs it complete."""
@@ -208,10 +203,9 @@ class Lagged(Now):
 
 @dataclass
 class Ahead(Lagged):
-    """Has an engine draw the next rollout while the run trains; ``prefetched`` is the next rollout once complete."""
+    """Has an engine draw the next rollout while the run trains."""
 
     sampler: EngineSampler
-    prefetched: Rollout | None = None
     n_ahead = 1
 
     def prefetch(self) -> None:
@@ -220,29 +214,14 @@ class Ahead(Lagged):
         self.sampler.begin(prompts, rollout.group_size, self.how)
 
     def settle(self) -> None:
-        """Wait for the rollout drawn ahead. If a rank's engine fails, all ranks drop it, and draw its prompts again."""
-        if self.sampler.asked is None:
-            return
-        try:
-            self.prefetched = self.sampler.complete()
-        except Exception as error:  # a user's engine may raise anything
-            tqdm.write(f"the engine failed to draw ahead, and is asked again: {error}", file=sys.stderr)
-        if dist.max_over_ranks(self.prefetched is None):
-            self.prefetched = None
-
-    def draw_rollout(self, prompts: Prompts) -> Rollout:
-        """The rollout drawn ahead, if it completes these prompts; otherwise a rollout drawn now."""
-        self.settle()
-        rollout = self.prefetched
-        self.prefetched = None
-        return rollout if rollout is not None and rollout.is_of(prompts.ids) else super().draw_rollout(prompts)
+        self.sampler.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"prefetched": self.prefetched}
+        return super().state_dict() | {"prefetched": self.sampler.drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.prefetched = state["prefetched"]
+        self.sampler.drawn = state["prefetched"]
 
 
 def find_source(config: TrainConfig) -> type[Now]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,12 +20,6 @@ from pspo.tasks.scoring import Scores
 def cat_padded(parts: Sequence[Tensor], value: float = 0, side: str = "right") -> Tensor:
     """The rows (b, t) of all parts, each padded with ``value`` to the widest: (B, T)."""
     return pad_sequence([*chain(*parts)], batch_first=True, padding_value=value, padding_side=side)
-
-
-def write_rows(logprobs: Tensor, rows: Tensor, mask: Tensor, values: Tensor) -> None:
-    """Write values (b, t) into ``rows`` (b,) of log-probs (B, T); without an unmasked token the row is another's."""
-    if mask.any():
-        logprobs[to_device(rows, logprobs.device), : values.shape[1]] = values.to(logprobs)
 
 
 @dataclass(frozen=True)
@@ -109,10 +102,10 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def is_of(self, prompts: Sequence[Sequence[int]]) -> bool:
-        """True if the rows complete these encoded prompts, each equally often."""
+    def is_of(self, prompts: Sequence[Sequence[int]], group_size: int) -> bool:
+        """True if the rows complete these encoded prompts, each ``group_size`` times."""
         rows = zip(self.prompt_ids, self.prompt_mask, strict=True)
-        repeated = [list(prompt) for prompt in prompts for _ in range(len(self) // len(prompts))]
+        repeated = [list(prompt) for prompt in prompts for _ in range(group_size)]
         return [ids[mask].tolist() for ids, mask in rows] == repeated
 
     def rows(self, indices: Tensor) -> "Rollout":
@@ -251,11 +244,6 @@ class Batch:
     ref_logprobs: Tensor | None = None  # (B, T), of the reference model; None if beta is 0
     indices: Tensor | None = None  # (B,) int64, the rows' places in the whole rollout; None if all are here
 
-    @cached_property
-    def lengths(self) -> tuple[list[int], list[int]]:
-        """Numbers of tokens of each row's prompt, and of each row's completion."""
-        return self.rollout.prompt_mask.sum(dim=1).tolist(), self.rollout.completion_mask.sum(dim=1).tolist()
-
     def rows(self, indices: Tensor) -> "Batch":
         """The rows at ``indices`` (b,) int64, trimmed as `Rollout.rows` trims them."""
         rollout = self.rollout.rows(indices)
@@ -271,11 +259,13 @@ class Batch:
         completion_mask = self.rollout.completion_mask[rows]
         sampler_logprobs = self.rollout.sampler_logprobs
         logprobs = unflatten(logprobs, completion_mask)
+        own = logprobs.detach()
+        mask = to_device(self.rollout.loss_mask[rows], logprobs.device)
         return LossInputs(
             logprobs=logprobs,
-            old_logprobs=logprobs.detach() if self.old_logprobs is None else self.old_logprobs[rows].to(logprobs),
+            old_logprobs=own if self.old_logprobs is None else self.old_logprobs[rows].to(own).where(mask, own),
             advantages=to_device(self.advantages[rows], logprobs.device),
-            mask=to_device(self.rollout.loss_mask[rows], logprobs.device),
+            mask=mask,
             entropies=unflatten(entropies, completion_mask),
             ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[rows],
             sampler_logprobs=None if sampler_logprobs is None else to_device(sampler_logprobs[rows], logprobs.device),

@@ -257,7 +257,8 @@ def read_split(data: DataSpec, source: Source, split: str, path: Path | None) ->
     published = "train" if split == "validation" and is_cut else split
     if published not in groups:
         fix = f"name a file {split}.jsonl" if path else "name it in the splits of --data.hub"
-        fix += ", or divide a single split with --data.holdout 0.2; --run.test_limit 0 trains without a test"
+        fix += ", or divide a single split with --data.holdout 0.2"
+        fix += "; --run.test_limit 0 trains without a test" if split == "test" else ""
         raise ValueError(f"{place} has no {split} split, only {' and '.join(sorted(groups))}; {fix}")
 
     problems = []

@@ -11,13 +11,13 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
-from pspo.errors import UserCodeError, user_traceback
+from pspo.errors import UserCodeError, function_name, user_traceback
 from pspo.tasks.problem import Problem
 from pspo.tasks.rewards import Reward
 from pspo.tasks.workers import worker_pool
@@ -37,12 +37,15 @@ class Scoring:
     weights: list[float] | None = None
     timeout: float = 0.0
     on_error: OnError = "raise"
-    workers: int = 0
+    workers: int = 0  # processes that call the functions: a call that hangs can be killed only there
 
-    @property
-    def in_workers(self) -> bool:
-        """True if worker processes call the functions; a call that hangs can be killed only there."""
-        return self.workers > 0 or self.timeout > 0
+    @cached_property
+    def names(self) -> list[str]:
+        """The functions' names in metrics and messages; the second of two of one name is `name_2`."""
+        names: list[str] = []
+        for function in self.functions:
+            names.append(unique_name(function_name(function), names))
+        return names
 
 
 class Result(NamedTuple):
@@ -95,23 +98,18 @@ def judges(functions: Sequence[Callable[..., Any]], answer: Any) -> bool:
     return is_number and any("answer" in inspect.signature(function).parameters for function in functions)
 
 
-def check_rewards(functions: Sequence[Callable[..., Any]], problems: Sequence[Problem]) -> None:
+def check_rewards(scoring: Scoring, problems: Sequence[Problem]) -> None:
     """Raise UserCodeError if a reward has a parameter that no input fills, or cannot score these problems' answers."""
     drawn = dict.fromkeys(("completion_ids", "completion_tokens", "truncated", "step", "max_completion_tokens"))
     inputs = all_inputs({"completions": [""], "problems": problems[:1]} | drawn)
-    for function in functions:
+    for name, function in zip(scoring.names, scoring.functions, strict=True):
         if isinstance(function, Reward):
             function.check_problems(problems)
         try:
             inspect.signature(function).bind(**reward_arguments(function, inputs))
         except TypeError as error:
-            names = ", ".join(sorted(inputs))
-            raise UserCodeError(f"reward {reward_name(function)}: {error}; rewards can ask only for {names}") from error
-
-
-def reward_name(function: Callable[..., Any]) -> str:
-    """Name of a reward in metrics and messages: the function's, or the object's class."""
-    return getattr(function, "__name__", type(function).__name__)
+            known = ", ".join(sorted(inputs))
+            raise UserCodeError(f"reward {name}: {error}; rewards can ask only for {known}") from error
 
 
 @cache
@@ -147,9 +145,8 @@ def plain_value(value: Any) -> str | float | bool | None:
     return value if is_plain else str(value)
 
 
-def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
+def call_reward(name: str, function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result:
     """A function's n values and what it logs; UserCodeError unless n values come, each a finite number or None."""
-    name = f"reward {reward_name(function)}"
     columns: Columns = {}
     loggers = {
         "log_metric": lambda key, value: columns.update({str(key): [float(value)] * n}),
@@ -161,42 +158,42 @@ def call_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int)
         if inspect.iscoroutine(values):
             values = asyncio.run_coroutine_threadsafe(values, event_loop()).result()
     except SystemExit as error:
-        raise UserCodeError(f"{name} called sys.exit({error.code!r})") from error
+        raise UserCodeError(f"reward {name} called sys.exit({error.code!r})") from error
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
-        raise UserCodeError(f"{name} returned {values!r:.80}; it must return a list of numbers")
+        raise UserCodeError(f"reward {name} returned {values!r:.80}; it must return a list of numbers")
     for what, column in [("returned", values), *columns.items()]:
         if len(column) != n:
-            raise UserCodeError(f"{name}: {what}: {len(column)} values for {n} completions")
-    pairs = enumerate(values)
-    return Result([None if v is None else finite_number(v, f"{name} for completion {i}") for i, v in pairs], columns)
+            raise UserCodeError(f"reward {name}: {what}: {len(column)} values for {n} completions")
+    given = [None if v is None else finite_number(v, f"reward {name} for completion {i}") for i, v in enumerate(values)]
+    return Result(given, columns)
 
 
-def attempt_reward(function: Callable[..., Any], arguments: dict[str, Any], n: int) -> Result | Exception:
+def attempt_reward(*call: Any) -> Result | Exception:
     """Return the result of `call_reward`, or the exception that it raises."""
     try:
-        return call_reward(function, arguments, n)
+        return call_reward(*call)
     except Exception as error:  # a user's code may raise anything
         return error
 
 
 def group_values(
-    function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
+    name: str, function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
 ) -> tuple[Result, Exception | None]:
     """Do what `reward_values` does by one call for each group, in worker processes if there are any."""
     calls = []
     for start in range(0, n, group_size):
         rows = slice(start, start + group_size)
         inputs = {key: value[rows] if isinstance(value, list) else value for key, value in arguments.items()}
-        calls.append((function, inputs, group_size))
-    if scoring.in_workers:
-        results = worker_pool(max(scoring.workers, 1)).map(call_reward, calls, scoring.timeout)
+        calls.append((name, function, inputs, group_size))
+    if scoring.workers > 0:
+        results = worker_pool(scoring.workers).map(call_reward, calls, scoring.timeout)
     else:
         results = [attempt_reward(*call) for call in calls]
     first_error = next((result for result in results if isinstance(result, Exception)), None)
     if first_error is not None and scoring.on_error == "raise":
         is_late = isinstance(first_error, TimeoutError)
-        raise TimeoutError(f"reward {reward_name(function)} {first_error}") if is_late else first_error
+        raise TimeoutError(f"reward {name} {first_error}") if is_late else first_error
     whole = Result([math.nan] * n, {})
     for start, result in zip(range(0, n, group_size), results, strict=True):
         if isinstance(result, Result):
@@ -207,19 +204,19 @@ def group_values(
 
 
 def reward_values(
-    function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
+    name: str, function: Callable[..., Any], arguments: dict[str, Any], n: int, group_size: int, scoring: Scoring
 ) -> tuple[Result, Exception | None]:
     """Return n values, and the first error under on_error "none", where a group whose call fails is unknown (NaN).
 
     The function is called once for all groups; in workers, or after that call has failed, once for each group.
     """
-    if not scoring.in_workers:
+    if scoring.workers == 0:
         try:
-            return call_reward(function, arguments, n), None
+            return call_reward(name, function, arguments, n), None
         except Exception:  # a user's code may raise anything
             if scoring.on_error == "raise":
                 raise
-    return group_values(function, arguments, n, group_size, scoring)
+    return group_values(name, function, arguments, n, group_size, scoring)
 
 
 def unique_name(name: str, taken: Collection[str]) -> str:
@@ -245,9 +242,9 @@ def total_rewards(
     values: dict[str, list[float | None]] = {}  # by function
     logged: Columns = {}
     failures: dict[str, Exception] = {}
-    for function in scoring.functions:
-        name = unique_name(reward_name(function), values)
-        result, error = reward_values(function, reward_arguments(function, inputs), len(problems), group_size, scoring)
+    for name, function in zip(scoring.names, scoring.functions, strict=True):
+        arguments = reward_arguments(function, inputs)
+        result, error = reward_values(name, function, arguments, len(problems), group_size, scoring)
         values[name] = result.values
         logged |= {unique_name(key, logged): column for key, column in result.logged.items()}
         if error is not None:

@@ -23,6 +23,7 @@ class Minibatch:
 
     counts: Counts  # over all ranks, including rows without a gradient
     groups: list[list[int]]  # this rank's rows with a gradient, longest completions first; never empty
+    lengths: Tensor  # (2, B) int64, tokens of the prompt and of the completion of every row of the rollout
 
 
 def make_batch(rollout: Rollout, advantages: Tensor, config: TrainConfig) -> Batch:
@@ -43,7 +44,7 @@ def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuff
     """
     algorithm = config.algorithm
     loss_tokens = batch.rollout.loss_mask.sum(dim=1)
-    _, lengths = batch.lengths
+    lengths = torch.stack([batch.rollout.prompt_mask.sum(dim=1), batch.rollout.completion_mask.sum(dim=1)])
     has_gradient = loss_tokens > 0
     pieces = (algorithm.surrogate, *config.loss_terms)
     silent = "silent_at_zero_advantage"  # read from the class itself: a subclass may add a loss at A = 0
@@ -55,12 +56,12 @@ def split_minibatches(learner: Learner, batch: Batch, config: TrainConfig, shuff
     minibatches = []
     for part in groups.tensor_split(min(algorithm.minibatches, len(groups))):  # resampling draws a few groups alone
         trained = [group[has_gradient[group]].tolist() for group in part]
-        trained = sorted(filter(None, trained), key=lambda rows: -max(lengths[row] for row in rows))
+        trained = sorted(filter(None, trained), key=lambda rows: -int(lengths[1, rows].max()))
         trained = trained or [[int(part[0, 0])]]  # a row of gradient 0: AdamW would skip its update without rows
         sizes = torch.tensor([int(loss_tokens[part.flatten()].sum()), part.numel()])
         if learner.n_ranks > 1:
             sizes = dist.sum_over_ranks(sizes)
-        minibatches.append(Minibatch(Counts(*sizes.tolist(), config.rollout.max_completion_tokens), trained))
+        minibatches.append(Minibatch(Counts(*sizes.tolist(), config.rollout.max_completion_tokens), trained, lengths))
     return minibatches
 
 
@@ -69,9 +70,9 @@ def split_microbatches(learner: Learner, batch: Batch, minibatch: Minibatch, con
     limit = learner.microbatch_tokens or config.optimizer.microbatch_tokens or MICROBATCH_TOKENS
     filled: list[list[int]] = [[]]
     for group in minibatch.groups:
-        fits = padded_tokens(learner, batch, group, config) <= limit
+        fits = padded_tokens(learner, minibatch, group, config) <= limit
         for rows in [group] if fits else [[row] for row in group]:
-            if filled[-1] and padded_tokens(learner, batch, filled[-1] + rows, config) > limit:
+            if filled[-1] and padded_tokens(learner, minibatch, filled[-1] + rows, config) > limit:
                 filled.append([])
             filled[-1] += rows
     microbatches = [batch.rows(torch.tensor(rows)) for rows in filled]
@@ -86,15 +87,15 @@ def fill_up(microbatches: list[Batch]) -> list[Batch]:
     return microbatches + [replace(row, rollout=masked)] * missing
 
 
-def padded_tokens(learner: Learner, batch: Batch, rows: list[int], config: TrainConfig) -> int:
+def padded_tokens(learner: Learner, minibatch: Minibatch, rows: list[int], config: TrainConfig) -> int:
     """Number of tokens in a forward pass over some rows, padding included; a shared prompt counts once."""
-    prompt_lengths, completion_lengths = batch.lengths
+    width, length = minibatch.lengths[:, rows].amax(dim=1).tolist()
     prompts = len({row // config.rollout.group_size for row in rows}) if learner.shares_prompts else len(rows)
-    return prompts * max(prompt_lengths[row] for row in rows) + len(rows) * max(completion_lengths[row] for row in rows)
+    return prompts * width + len(rows) * length
 
 
 def halve_microbatches(
-    learner: Learner, batch: Batch, microbatches: list[Batch], config: TrainConfig, error: RuntimeError
+    learner: Learner, minibatch: Minibatch, microbatches: list[Batch], config: TrainConfig, error: RuntimeError
 ) -> None:
     """Set the learner's limit to half the largest microbatch if memory ran out; raises any other ``error``.
 
@@ -104,6 +105,6 @@ def halve_microbatches(
     several = [part.indices.tolist() for part in microbatches if len(part.rollout) > 1]
     if learner.is_sharded or not several or not is_out_of_memory(error):
         raise error
-    learner.microbatch_tokens = max(padded_tokens(learner, batch, rows, config) for rows in several) // 2
+    learner.microbatch_tokens = max(padded_tokens(learner, minibatch, rows, config) for rows in several) // 2
     advice = f"{learner.microbatch_tokens:,} tokens from here on (--optimizer.microbatch_tokens)"
     tqdm.write(f"out of memory: the step is repeated, with microbatches of at most {advice}", file=sys.stderr)

@@ -12,13 +12,15 @@ Turns in an environment count as drawn by the policy. Every pass uses the same m
 different shapes alone would move ratios by more than an update does.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from pspo.config import TrainConfig
 from pspo.model import autocast, to_device
-from pspo.rollout.types import Batch, Rollout, write_rows
+from pspo.rollout.types import Batch, Rollout
 from pspo.update.batching import Minibatch, halve_microbatches, make_batch, split_microbatches, split_minibatches
 from pspo.update.learner import Learner
 
@@ -53,7 +55,7 @@ def fillers(batch: Batch, minibatches: list[Minibatch], config: TrainConfig) -> 
         return []
     visited = {row for minibatch in minibatches for rows in minibatch.groups for row in rows}
     rows = [[row] for row in range(0, len(batch.rollout), config.rollout.group_size) if row not in visited]
-    return [Minibatch(minibatches[0].counts, rows or [[0]])]  # never empty: shards run equally many passes
+    return [replace(minibatches[0], groups=rows or [[0]])]  # never empty: shards run equally many passes
 
 
 def compute_logprobs(
@@ -69,8 +71,9 @@ def compute_logprobs(
                 for part in microbatches:
                     with autocast(config.model.autocast, model.device):
                         values = part.rollout.logprobs(model, config.rollout.temperature)
-                    write_rows(logprobs, part.indices, part.rollout.completion_mask, values)
+                    if part.rollout.completion_mask.any():  # a masked row that fills up a rank repeats another's number
+                        logprobs[to_device(part.indices, logprobs.device), : values.shape[1]] = values.to(logprobs)
                 break
             except RuntimeError as error:
-                halve_microbatches(learner, batch, microbatches, config, error)
+                halve_microbatches(learner, minibatch, microbatches, config, error)
     return logprobs

@@ -17,7 +17,7 @@ from pspo import distributed as dist
 from pspo.config import TrainConfig
 from pspo.losses import Counts, aggregate, check_loss
 from pspo.model import autocast, head_logprobs, hidden_states, row_chunks
-from pspo.rollout.types import Batch, Rollout, write_rows
+from pspo.rollout.types import Batch, Rollout
 from pspo.update.batching import Minibatch, halve_microbatches, make_batch, split_microbatches, split_minibatches
 from pspo.update.learner import Learner
 from pspo.update.old import old_logprobs, reference_logprobs
@@ -48,20 +48,19 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
         for minibatch in minibatches[: steps_left - len(steps)]:
             is_first_visit = not steps and rollout.behaviour_logprobs is None  # its own pass computes old log-probs
             part = replace(batch, old_logprobs=None if is_first_visit else old)
-            visits, metrics = take_step(learner, part, minibatch, config)
+            tokens, metrics = take_step(learner, part, minibatch, config)
             if is_first_visit:
-                for visit in visits:
-                    write_rows(old, visit.rows, visit.mask, visit.inputs.old_logprobs)
+                old[tokens["row"], tokens["position"]] = tokens["old_logprob"].to(old)
             steps.append(metrics)
     return steps
 
 
 def take_step(
     learner: Learner, batch: Batch, minibatch: Minibatch, config: TrainConfig
-) -> tuple[list[Visit], dict[str, float]]:
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Accumulate a minibatch's gradient, sum it over the ranks, clip it, and step.
 
-    Returns the step's results and metrics. A step is counted but skipped if loss or gradient is not finite.
+    Returns this rank's `token_columns` and the metrics. A step whose loss or gradient is not finite is only counted.
     """
     counts = minibatch.counts
     while True:
@@ -76,7 +75,7 @@ def take_step(
                     visits += backward(learner, part, counts, config)
             break
         except RuntimeError as error:
-            halve_microbatches(learner, batch, microbatches, config, error)
+            halve_microbatches(learner, minibatch, microbatches, config, error)
     loss = torch.stack([visit.loss for visit in visits]).sum()
     if learner.n_ranks > 1:
         loss = dist.sum_over_ranks(loss)
@@ -97,9 +96,9 @@ def take_step(
     tokens = token_columns(visits)
     if learner.record is not None:
         learner.record.add(learner.steps, tokens)
-    tokens = concat_columns(tokens) if learner.n_ranks > 1 else tokens
-    metrics = {"loss": loss} | step_metrics(tokens, counts, config)
-    return visits, metrics | {"grad_norm": grad_norm, "lr": lr, "step_skipped": float(not is_finite)}
+    every = concat_columns(tokens) if learner.n_ranks > 1 else tokens
+    metrics = {"loss": loss} | step_metrics(every, counts, config)
+    return tokens, metrics | {"grad_norm": grad_norm, "lr": lr, "step_skipped": float(not is_finite)}
 
 
 def backward(learner: Learner, batch: Batch, counts: Counts, config: TrainConfig) -> list[Visit]:

@@ -57,14 +57,21 @@ def concat_columns(tokens: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def step_metrics(tokens: dict[str, Tensor], counts: Counts, config: TrainConfig) -> dict[str, float]:
-    """Statistics of a step over all ranks' tokens: `diagnose`, entropy in rows with a signal; KL, correction if on."""
-    algorithm = config.algorithm
+    """Statistics of a step over all ranks' tokens: `diagnose`, entropy in rows with a signal, and `term_metrics`."""
     is_active = tokens["advantage"] != 0
     active = {name: values[is_active] for name, values in tokens.items()}
     metrics = diagnose(active["logprob"], active["old_logprob"], active["advantage"], active["weight"], active["row"])
     is_trained = torch.isin(tokens["row"], active["row"])
     entropies = tokens["entropy"][is_trained] if is_trained.any() else tokens["entropy"]  # all if no row has a signal
     metrics["entropy"] = entropies.sum().item() / max(len(entropies), 1)
+    return metrics | term_metrics(tokens, counts, config) if config.loss_terms else metrics
+
+
+def term_metrics(tokens: dict[str, Tensor], counts: Counts, config: TrainConfig) -> dict[str, float]:
+    """Statistics of the KL penalty and of the correction, if on, over all ranks' tokens."""
+    algorithm = config.algorithm
+    metrics = {}
+    is_active = tokens["advantage"] != 0
     old_logprobs = tokens["old_logprob"]
     if algorithm.beta > 0:
         logprobs = (tokens["logprob"], tokens["reference_logprob"])

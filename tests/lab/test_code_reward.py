@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from pspo.config import RewardConfig
 from pspo.errors import UserCodeError
 from pspo.tasks import Problem, check_rewards
 from pspo_lab.code import SANDBOX, CodeReward, extract_code
@@ -83,14 +84,14 @@ def test_missing_tests_are_named():
 )  # fmt: skip
 def test_what_passes_with_any_program_is_no_test(tests):
     with pytest.raises(UserCodeError, match="tests must hold a test or a list of tests, Python that asserts"):
-        check_rewards([CodeReward()], [Problem("?", None, {"tests": tests})])
+        check_rewards(RewardConfig([CodeReward()]), [Problem("?", None, {"tests": tests})])
 
 
 def test_what_fails_with_some_program_is_a_test():
     for test in ("(a, b) = f(2)\nassert a == 1", f"{HUMAN_EVAL}def both(f): check(f)\nboth(square)",
                  "try:\n    square('a')\n    assert False\nexcept TypeError: pass", UNITTEST,
                  "import pytest\nwith pytest.raises(TypeError): square('a')"):  # fmt: skip
-        check_rewards([CodeReward()], [Problem("?", None, {"tests": [test]})])
+        check_rewards(RewardConfig([CodeReward()]), [Problem("?", None, {"tests": [test]})])
 
 
 @pytest.mark.parametrize("test", ["if __name__ == '__main__': assert square(3) == 9", UNITTEST])
