@@ -38,11 +38,15 @@ def assert_column(cells: pd.Series, by_row: pd.DataFrame) -> None:
         assert_shows(cell, values.mean(), *ends)
 
 
-def starred(differences: list[pd.Series]) -> list[bool]:
-    """Which means are not 0 at 5% by Holm's correction (1979) of t-tests."""
-    p = np.array([stats.ttest_1samp(of, 0).pvalue if of.any() else 1.0 for of in differences])
+def holm(p: list[float]) -> np.ndarray:
+    """The p-values, corrected by Holm (1979)."""
     steps = np.maximum.accumulate((len(p) - np.arange(len(p))) * np.sort(p))
-    return list(steps[p.argsort().argsort()] < 0.05)
+    return np.minimum(steps, 1)[np.argsort(p).argsort()]
+
+
+def starred(differences: list[pd.Series]) -> list[bool]:
+    """Which means are not 0 at 5% by Holm's correction of t-tests."""
+    return list(holm([stats.ttest_1samp(of, 0).pvalue if of.any() else 1.0 for of in differences]) < 0.05)
 
 
 @pytest.mark.parametrize("model", ["tiny-base", "tiny-math"])
@@ -100,7 +104,7 @@ def test_decoupled_ratios():
     assert_column(table["final reward"], rewards)
     assert_column(table["decoupled Clip minus it"], -rewards.sub(rewards["Clip 0.2, decoupled"], axis=0))
     pairs = [("Clip 0.2, on time", "NoClip, on time"), ("Clip 0.2", "NoClip"), ("Clip 0.2, decoupled", "NoClip")]
-    for (_, cells), (arm, base) in zip(read_table("..", "where").iloc[:-1].iterrows(), pairs, strict=True):
+    for (_, cells), (arm, base) in zip(read_table("..", "where").iloc[:-2].iterrows(), pairs, strict=True):
         apart = estimate(rewards[[arm]].sub(rewards[base], axis=0).to_numpy())
         assert_shows(cells["found"], apart.mean, *apart.interval())
         assert_shows(cells["detects"], float(apart.detects()))
@@ -132,11 +136,57 @@ def test_a_pretrained_model():
                 assert_shows(cells[column], of.mean, *of.interval())
         if arm != "NoClip":
             assert_shows(cells["detects"], apart.detects())
-        if arm == "Clip":
-            in_readme = read_table("..", "where").iloc[-1]
-            assert_shows(in_readme["found"], apart.mean, *apart.interval())
-            assert_shows(in_readme["detects"], apart.detects())
     planned = [*table.index[:-1]]
     stars = starred([*(right[arm] - 100 * untrained.mean() for arm in planned),
                      *(differences[arm] for arm in planned[1:]), right["PSPO, 1 epoch"] - right["PSPO"]])  # fmt: skip
     assert stars == [cell.endswith("*") for cell in table["gained"][planned]] + [False] * 7
+
+
+def test_reliability():
+    answers = with_arms(pd.read_parquet(RESULTS / "smollm2/reliability.parquet"))
+    answers = answers.fillna({"arm": "untrained", "seed": 0})
+    best = 100 * answers.groupby(["evaluation", "arm", "seed", "problem"])["reward"].max()  # pass@8: of eight samples
+    right = {of: best[of].unstack() for of in best.index.droplevel([2, 3]).unique()}  # (test, arm): seeds x problems
+    table = read_table("smollm2", "arm, on time", "reliability.md")
+    assert {*table.index} == {*answers["arm"]}
+    for column, test in {"right": "asdiv", "SVAMP": "svamp", "pass@8": "pass8"}.items():
+        assert_column(table[column], pd.DataFrame({arm: right[test, arm].mean(axis=1) for arm in table.index}))
+    failed = {}
+    for arm, cells in table.iloc[1:].iterrows():
+        by_seed = right["asdiv", arm].mean(axis=1)
+        failed[arm] = 100.0 * (by_seed < 49).to_frame()  # 142 of the 291 are 48.8%, 143 are 49.1%
+        assert_shows(cells["SD"], by_seed.std())
+        assert_shows(cells["lowest"], by_seed.min())
+        assert_shows(cells["failed"], (failed[arm] > 0).sum().item())
+
+    def contrast(of):
+        return (of["NoClip"] + of["PSPO"] - of["Clip"] - of["P3O"]) / 2
+
+    differences = [contrast({arm: right[test, arm] for arm in table.index}) for test in ("asdiv", "svamp", "pass8")]
+    differences += [contrast(failed), right["asdiv", "PSPO, 1 epoch"] - right["asdiv", "PSPO"]]
+    p = [stats.ttest_1samp(of.mean(axis=1), 0).pvalue for of in differences]
+    p[3] = stats.permutation_test([differences[3][0]], np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
+    rows = read_table("smollm2", "comparison", "reliability.md").assign(of=differences, q=[p[0], *holm(p[1:])])
+    apart = read_table("smollm2", "minus the mean", "reliability.md")
+    affine = (right["asdiv", "NoClip"] + right["asdiv", "PSPO"]) / 2
+    apart["of"] = [right["asdiv", arm] - affine for arm in apart.index]
+    in_readme = read_table("..", "where").iloc[-2:]
+    in_readme = in_readme.rename(columns={"found": "over seeds and problems"}).assign(of=[*apart["of"]])
+    for _, row in [*rows.iterrows(), *apart.iterrows(), *in_readme.iterrows()]:
+        found = estimate(row["of"].to_numpy())
+        if "over seeds" in row:
+            assert_column(row[["over seeds"]], row["of"].mean(axis=1).to_frame("over seeds"))
+            assert_shows(row["over seeds and problems"], *found.interval())
+        else:
+            assert_shows(row["over seeds and problems"], found.mean, *found.interval())
+        assert_shows(row["detects"], found.detects())
+        if "p" in row:
+            assert_shows(row["p"], row["q"])
+    pair = pd.DataFrame({arm: right["asdiv", arm].mean(axis=1) for arm in ("NoClip", "PSPO")})
+    n = len(pair)
+    sd = (pair["NoClip"] - pair["PSPO"]).std()
+    correlation = pair.corr().iloc[0, 1]
+    floor = read_table("smollm2", "noise floor", "reliability.md")["value"]
+    assert_shows(floor.iloc[0], sd, *(sd * np.sqrt((n - 1) / stats.chi2.ppf([0.975, 0.025], n - 1))))
+    ends = np.arctanh(correlation) + np.array([-1, 1]) * stats.norm.ppf(0.975) / np.sqrt(n - 3)
+    assert_shows(floor.iloc[1], correlation, *np.tanh(ends))
