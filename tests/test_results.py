@@ -182,6 +182,14 @@ def test_reliability():
         assert_shows(row["detects"], found.detects())
         if "p" in row:
             assert_shows(row["p"], row["q"])
+    prose = " ".join((RESULTS / "smollm2/reliability.md").read_text(encoding="utf-8").split())
+    by_seed = differences[0].mean(axis=1)
+    for part in (by_seed.drop(212), by_seed.loc[:211], by_seed.loc[213:]):
+        half = stats.t.ppf(0.975, len(part) - 1) * part.sem()
+        assert f"{part.mean():+.1f} [{part.mean() - half:+.1f}, {part.mean() + half:+.1f}]" in prose
+    solid = pd.DataFrame({arm: right["asdiv", arm].mean(axis=1).where(failed[arm][0] == 0) for arm in failed})
+    without = (solid[["NoClip", "PSPO"]].mean(axis=1) - solid[["Clip", "P3O"]].mean(axis=1)).dropna()
+    assert f"difference is {without.mean():.1f} (p {stats.ttest_1samp(without, 0).pvalue:.2f})" in prose
     pair = pd.DataFrame({arm: right["asdiv", arm].mean(axis=1) for arm in ("NoClip", "PSPO")})
     n = len(pair)
     sd = (pair["NoClip"] - pair["PSPO"]).std()
