@@ -15,7 +15,7 @@ from pspo.evaluate.__main__ import render
 from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.statistics import Number, breakdown, interval, pass_at_k, read_numbers, summarise
 from pspo.rollout import How, PolicySampler, Prompts, Rollout, Sampling, encode_prompts, left_pad
-from pspo.tasks import ExactMatch, FormatReward, MathReward, Problem, Reward, load_problems
+from pspo.tasks import ExactMatch, FormatReward, MathReward, MathVerifyReward, Problem, Reward, load_problems
 
 # --- statistics -------------------------------------------------------------------------------------------------------
 
@@ -212,6 +212,8 @@ def compares(completions, answer):
         ([compares], Fraction(1), True),
         ([compares], "1", False),
         ([FormatReward()], Fraction(1), False),
+        ([MathVerifyReward()], Fraction(1), True),
+        ([MathVerifyReward()], "1", False),  # a formula, which accuracy would compare as text
     ],
 )
 def test_accuracy_is_given_where_a_reward_compares_answers(scripted, functions, answer, is_given):

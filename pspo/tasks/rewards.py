@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from pspo.errors import UserCodeError
 from pspo.tasks.answers import TOLERANCE, Marker, after_thoughts, boxed, extract_answer, is_correct, matches_format
@@ -23,7 +23,8 @@ WORKER_MEMORY = 4 * 2**30  # bytes of the address space of a process that compar
 class Reward(ABC):
     """Base class of all rewards. It is no dataclass, but a subclass may be one."""
 
-    compares_answers = False  # True for one that compares a completion's answer with the gold one, as accuracy does
+    # True for one that compares a completion's answer with the gold one as accuracy does; "numbers": only if it is one
+    compares_answers: ClassVar[bool | Literal["numbers"]] = False
 
     @abstractmethod
     def __call__(self, completions: list[str], *args: Any, **kwargs: Any) -> Sequence[float | None]:
@@ -138,7 +139,7 @@ class MathVerifyReward(Reward):
 
     seconds: float = 10.0  # limit for one completion
     processes: int = 2  # completions compared at a time
-    compares_answers = True
+    compares_answers = "numbers"  # accuracy compares a gold formula as text
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:

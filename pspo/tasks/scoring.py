@@ -92,10 +92,11 @@ def reward_arguments(function: Callable[..., Any], inputs: dict[str, Any]) -> di
 
 def judges(functions: Sequence[Callable[..., Any]], answer: Any) -> bool:
     """True if a reward compares with the gold answer; a user's function does if it asks for a numeric ``answer``."""
-    if any(isinstance(function, Reward) and function.compares_answers for function in functions):
+    kinds = {function.compares_answers for function in functions if isinstance(function, Reward)}
+    if True in kinds:
         return answer is not None
-    is_number = isinstance(answer, int | Fraction)
-    return is_number and any("answer" in inspect.signature(function).parameters for function in functions)
+    asks = any("answer" in inspect.signature(function).parameters for function in functions)
+    return isinstance(answer, int | Fraction) and ("numbers" in kinds or asks)
 
 
 def check_rewards(scoring: Scoring, problems: Sequence[Problem]) -> None:
