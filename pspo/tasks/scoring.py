@@ -95,8 +95,9 @@ def judges(functions: Sequence[Callable[..., Any]], answer: Any) -> bool:
     kinds = {function.compares_answers for function in functions if isinstance(function, Reward)}
     if True in kinds:
         return answer is not None
-    asks = any("answer" in inspect.signature(function).parameters for function in functions)
-    return isinstance(answer, int | Fraction) and ("numbers" in kinds or asks)
+    if not isinstance(answer, int | Fraction):
+        return False
+    return "numbers" in kinds or any("answer" in inspect.signature(function).parameters for function in functions)
 
 
 def check_rewards(scoring: Scoring, problems: Sequence[Problem]) -> None:
