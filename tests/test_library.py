@@ -31,6 +31,7 @@ from pspo.files import read_jsonl
 from pspo.losses import GSPO, PSPO, Clip, SamplerCorrection, Surrogate
 from pspo.model import ASSETS, default_max_rows
 from pspo.rollout import Sampling
+from pspo.run.validator import Validator
 from pspo.tasks import FormatReward, Problem, load_problems
 from pspo.train import main
 from pspo_lab.runs import read_runs
@@ -151,7 +152,7 @@ def test_a_list_of_problems_is_divided_as_a_file_of_them(here):
     assert found == [(0.2, True), (0.5, True), (0.0, False), (0.0, False)]
 
 
-def test_a_run_that_tells_of_its_rollouts_is_the_same_run(here):
+def test_a_run_that_tells_of_its_rollouts_is_the_same_run(here, monkeypatch):
     told = []
 
     def on_rollout(experience, steps):
@@ -163,10 +164,16 @@ def test_a_run_that_tells_of_its_rollouts_is_the_same_run(here):
             raise OSError("the disk of plots is full")
 
     call = {"data": {"limit": 40}, "rollout": SWITCHES | {"lag": 1}}
+    run = RUN | {"max_steps": 6, "validate_every": 2, "validation_limit": 2}
+    runs = {name: run | {"output_dir": name} for name in ("told", "alone")}
+    with monkeypatch.context() as patch:
+        patch.setattr(Validator, "measure", lambda self: {"validation_reward": 1 / (self.learner.steps == 0)})
+        with pytest.raises(RunFailed, match=r"division by zero\n\nlast checkpoint: told/checkpoints/step-000002"):
+            train(run=runs["told"], on_rollout=on_rollout, **call)
     with pytest.raises(RunFailed, match=r"the disk of plots is full\n\nlast checkpoint: told/checkpoints/step-000004"):
-        train(run=RUN | {"max_steps": 6, "output_dir": "told"}, on_rollout=on_rollout, **call)
+        train(run=runs["told"], on_rollout=on_rollout, **call)
     for name, own in (("told", on_rollout), ("alone", None)):
-        train(run=RUN | {"max_steps": 6, "output_dir": name}, on_rollout=own, **call)
+        train(run=runs[name], on_rollout=own, **call)
     ours, theirs = (Path(name, "final/model.safetensors").read_bytes() for name in ("told", "alone"))
     assert ours == theirs
     lines = read_jsonl(Path("told/metrics.jsonl"))

@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,13 +154,13 @@ class Run:
     def conclude_rollout(self, experience: Experience, steps: list[dict[str, float]]) -> None:
         """Record a rollout and the metrics of the ``steps`` that it was trained by; validate and save if due."""
         self.recorder.record(experience, steps)
-        self.close_rollout()
-        if self.on_rollout is not None:
+        if self.on_rollout is not None:  # before a validation that may be stopped: a resumed run does not call it again
             self.take_snapshot()  # saved if the callback fails
             state = self.generators.state_dict()
             with fail_together():
-                self.on_rollout(experience, steps)
+                self.on_rollout(experience, deepcopy(steps))
             self.generators.load_state_dict(state)  # the callback changes no bit of the run
+        self.close_rollout()
 
     def close_rollout(self) -> None:
         """Validate if due, write the rollout's line, save if due."""
