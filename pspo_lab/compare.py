@@ -13,7 +13,7 @@ from pspo.evaluate.statistics import MEANS, measure_name, table
 from pspo.terminal import one_line
 from pspo_lab.power import MOST_SEEDS, estimate
 from pspo_lab.runs import read_problems
-from pspo_lab.settings import DATA, SEED, make_setting, read_switches
+from pspo_lab.settings import SEED, make_setting, read_switches
 from pspo_lab.tables import Column
 
 NOTE = f"""\
@@ -54,7 +54,7 @@ def completions_files(path: Path) -> Files:
     settings = set()
     for summary in [path / "summary.json"] if (path / "summary.json").exists() else path.rglob("summary.json"):
         switches = read_switches(summary.parent)
-        settings.add(make_setting(switches, ignore=(DATA,)))
+        settings.add(make_setting(switches))
         if switches[SEED] in files or len(settings) > 1:
             raise ValueError(f"{path} has runs that differ in more than the seed: name the folder of one setting")
         files[switches[SEED]] = summary.with_name("test-after.jsonl")

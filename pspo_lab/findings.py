@@ -31,19 +31,15 @@ class Course(NamedTuple):
     last: pd.Series
 
 
-def course_of(metrics: pd.DataFrame) -> Course:
-    rollouts = metrics.reindex(columns=RECORDED)
-    known = {name: rollouts[name].dropna() for name in RECORDED}
-    first = {name: values.head(max(1, len(values) // 5)).mean() for name, values in known.items()}
-    last = {name: values.tail(max(1, len(values) // 5)).mean() for name, values in known.items()}
-    return Course(rollouts, pd.Series(first), pd.Series(last))
-
-
 def find(metrics: pd.DataFrame, config: dict[str, Any]) -> list[Finding]:
     """Findings about a run, worst first, from its metrics by rollout and its switches."""
     if len(metrics) < FEWEST:
         return []
-    course = course_of(metrics)
+    rollouts = metrics.reindex(columns=RECORDED)
+    known = {name: rollouts[name].dropna() for name in RECORDED}
+    first = {name: values.head(max(1, len(values) // 5)).mean() for name, values in known.items()}
+    last = {name: values.tail(max(1, len(values) // 5)).mean() for name, values in known.items()}
+    course = Course(rollouts, pd.Series(first), pd.Series(last))
     findings: list[Finding] = []
     for check in (check_failures, check_signal, check_completions, check_movement, check_rewards):
         findings += check(course, config)

@@ -19,6 +19,7 @@ from pspo_lab.runs import LabRun, Runs, grouped
 from pspo_lab.settings import ARGUMENT, SURROGATE, Setting, Switches, make_setting
 
 RATIOS = np.exp(np.linspace(-2.5, 2.5, 201))  # at which surrogates' curves are drawn
+PROBES = np.exp(np.sinh(np.linspace(-8, 8, 4001)) / 75)  # at which losses are compared: dense at 1, from e^-20 to e^20
 ADVANTAGES = (1.0, 2.0, -1.0, -2.0)
 OLD_LOGPROBS = (-1.0, -3.0, -6.0)
 SMALL_EPSILON = 1e-7  # far below a gradient's elements
@@ -43,9 +44,9 @@ def ratio_weights(surrogate: Surrogate, log_ratios: Tensor, advantage: float, ol
     return token_weights(surrogate.bind_step(0), old_logprobs + log_ratios, old_logprobs, advantages, mask)
 
 
-def token_curve(surrogate: Surrogate, advantage: float, old: float = 0.0) -> Tensor | None:
-    """Return the weights (201,) at `RATIOS`; None if a weight depends on the rest of a completion."""
-    tokens = torch.tensor(np.log(RATIOS))[:, None]  # completions of one token
+def token_curve(surrogate: Surrogate, advantage: float, ratios: np.ndarray = RATIOS, old: float = 0.0) -> Tensor | None:
+    """Return the weights at ratios (n,); None if a weight depends on the rest of a completion."""
+    tokens = torch.tensor(np.log(ratios))[:, None]  # completions of one token
     alone, together = (ratio_weights(surrogate, log_ratios, advantage, old) for log_ratios in (tokens, tokens.T))
     return together[0] if torch.allclose(alone.flatten(), together[0]) else None
 
@@ -55,8 +56,11 @@ def gradient(surrogate: Surrogate, at_ratio_1: bool) -> np.ndarray | None:
     ones = torch.zeros(1, 3, dtype=torch.float64)  # a completion of three tokens
     weights = [ratio_weights(surrogate, ones, advantage)[0] for advantage in ADVANTAGES]
     if not at_ratio_1:
-        weights += [token_curve(surrogate, advantage, old) for advantage in ADVANTAGES for old in OLD_LOGPROBS]
-    return None if any(one is None for one in weights) else torch.cat(weights).numpy()
+        curves = [token_curve(surrogate, advantage, PROBES, old) for advantage in ADVANTAGES for old in OLD_LOGPROBS]
+        if any(curve is None for curve in curves):
+            return None
+        weights += [curve / torch.tensor(PROBES).clamp(min=1) for curve in curves]  # the larger, the more rounded
+    return torch.cat(weights).numpy()
 
 
 def canonical(run: LabRun, is_clipped: bool) -> Setting:
@@ -76,7 +80,7 @@ def canonical(run: LabRun, is_clipped: bool) -> Setting:
     scale = float(abs(weights[0])) if is_adamw and not is_clipped else 1.0
     epsilon = options.pop("eps", 1e-8) / scale
     relative = {name: rounded(float(switches.get(name) or 0) / scale) for name in SCALED}
-    relative["gradient"] = tuple(np.round(weights / scale, 5).tolist())
+    relative["gradient"] = (np.round(weights / scale, 5) + 0.0).tobytes()  # no -0.0
     relative[OPTIONS] = json.dumps(options | {"eps": rounded(epsilon) if epsilon > SMALL_EPSILON else 0.0})
     return make_setting(switches, ignore=(SURROGATE, ARGUMENT, OPTIONS, *SCALED)).union(relative.items())
 
@@ -93,12 +97,19 @@ def has_clipped(run: LabRun) -> bool:
     return not isinstance(limit, int | float) or not (limit == 0 or norm < limit)
 
 
+def algorithms(runs: Runs) -> dict[LabRun, Setting]:
+    """The `canonical` setting of each run."""
+    clipped = {run.setting for run in runs.labels if has_clipped(run)}
+    found = {run.setting: run for run in runs.labels}
+    found = {setting: canonical(run, setting in clipped) for setting, run in found.items()}
+    return {run: found[run.setting] for run in runs.labels}
+
+
 def describe_identities(runs: Runs) -> Iterator[str]:
     """A sentence for each set of settings that are one algorithm."""
-    clipped = {run.setting for run in runs.labels if has_clipped(run)}
-    for alike in grouped(runs.labels, lambda run: canonical(run, run.setting in clipped)).values():
+    for alike in grouped(runs.labels, algorithms(runs).get).values():
         *others, last = dict.fromkeys(runs.labels[run] for run in alike)
         if others:
-            text = f"{', '.join(others)} and {last} are one algorithm here: the gradients of their losses are "
-            text += "equal up to a factor, which changes no step of AdamW while no norm is clipped. "
+            text = f"{', '.join(others)} and {last} are one algorithm here: their losses' gradients are equal up to a "
+            text += "factor, which changes no step of AdamW while no norm is clipped. "
             yield f"{text}They can differ by luck alone, so their differences are the noise floor."

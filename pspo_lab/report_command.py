@@ -90,10 +90,10 @@ def describe_result(runs: Runs, tables: dict[str, list[Cell]]) -> Iterator[str]:
         yield describe_luck([found[winner.row, seed] - found[second, seed] for seed in seeds])
     else:
         yield f"{winner.row} reached {best}; there is no second setting."
-    sd, df = noise_floor(values)
+    sd, df = noise_floor(runs, values)
     if df:
         floor = f"{column.difference_text(sd)} (standard deviation, {df} degrees of freedom)"
-        yield f"Noise floor: two runs of one setting with different seeds differ by {floor}."
+        yield f"Noise floor: two runs of one algorithm differ by {floor}."
     tested = [cell.holm for cell in tables.get(DIFFERENCES, []) if cell.holm is not None]
     if tested:
         yield f"Of the {len(tested)} differences below, {sum(holm < 0.05 for holm in tested)} are more than luck."
@@ -107,8 +107,9 @@ def describe_luck(differences: Sequence[Value]) -> str:
     if cell is None or cell.estimate is None:
         return f"That cannot be told from luck: it takes 3 seeds that both settings have, and there are {seeds}."
     text = cell.column.difference_text(cell.mean, cell.interval)
-    if cell.estimate.p() < 0.05:
-        return f"That is more than luck: {text} over {seeds} seeds and their problems."
+    if cell.mean > 0 and cell.estimate.p() < 0.05:
+        problems = " and their problems" if cell.estimate.n_problems > 1 else ""
+        return f"That is more than luck: {text} over {seeds} seeds{problems}."
     if cell.estimate.detects() > 0:
         text += f"; {seeds} seeds would detect {cell.column.difference_text(cell.estimate.detects())}"
     return f"That cannot be told from luck: {text}."

@@ -62,10 +62,11 @@ class JobRunner:
         """Run the commands that a job still takes; if cancelled, leave no process running."""
         gpus = await self.idle.get()
         job.folder.parent.mkdir(parents=True, exist_ok=True)
-        for command, product in commands(job):
-            await self.run_command(job, command, product, gpus)
-            if job.folder in self.failed:
-                break
+        try:
+            for command, product in commands(job):
+                await self.run_command(job, command, product, gpus)
+        except (OSError, ValueError) as error:
+            self.failed[job.folder] = str(error)
         self.idle.put_nowait(gpus)
         tqdm.write(f"{job.folder}: {self.failed.get(job.folder, 'finished')}")
         if job.finished and job.stage != "full":  # a search needs no weights
@@ -73,8 +74,8 @@ class JobRunner:
                 shutil.rmtree(job.folder / name, ignore_errors=True)
 
     async def run_command(self, job: Job, command: list[str], product: Path, gpus: str | None) -> None:
-        """Run a command of a job; the job fails if the command does not write its product."""
-        log_file = job.folder.with_suffix(".log")
+        """Run a command of a job; ChildProcessError if it does not write its product."""
+        log_file = Path(f"{job.folder}.log")
         with log_file.open("ab") as log:
             start = log.tell()
             exit_code = await self.launch(command, gpus, log)
@@ -82,7 +83,7 @@ class JobRunner:
             return
         printed = log_file.read_bytes()[start:].decode(errors="replace")
         last_line = re.split(r"\n[EW]\d{4} ", printed)[0].rstrip().rpartition("\n")[2]  # before torchrun's messages
-        self.failed[job.folder] = f"exit code {exit_code}, no {product.name}: {last_line}"
+        raise ChildProcessError(f"exit code {exit_code}, no {product.name}: {last_line}")
 
     async def launch(self, command: list[str], gpus: str | None, log: IO[bytes]) -> int:
         """Run a command to its end and return its exit code."""
@@ -116,7 +117,7 @@ class JobRunner:
 def commands(job: Job) -> Iterator[tuple[list[str], Path]]:
     """Yield the commands that a job still takes, in order, each with the file that the command writes last."""
     if not job.trained:
-        config = job.folder.with_suffix(".yaml")
+        config = Path(f"{job.folder}.yaml")
         write_text(config, to_yaml(job.config))
         yield ["pspo.train", "--config", str(config)], job.folder / "summary.json"
     for folder, values in job.evaluate.items():
@@ -166,18 +167,18 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
         yield describe_time(pilot, [job for method in plan for job in method.planned() if not job.trained])
         if sd is None:
             values = main_values(pilot)
-            sd, df = noise_floor(values)
+            sd, df = noise_floor(pilot, values)
             if not df:
-                raise ValueError(f"--pilot {sweep.pilot} takes two finished seeds of a setting; or give --sd")
+                raise ValueError(f"--pilot {sweep.pilot} takes two finished runs of one algorithm; or give --sd")
             column = values[0].column
     if sd is None:
         yield "What can these seeds detect? Give --pilot RUNS or --sd POINTS; a pilot also tells the hours."
         return
-    yield f"Noise floor: two seeds of one setting differ by {column.difference_text(sd)} (standard deviation)."
+    yield f"Noise floor: two runs of one algorithm differ by {column.difference_text(sd)} (standard deviation)."
     for name in dict.fromkeys(method.experiment for method in plan):
         found = Estimate(0.0, sd**2, 0.0, len(sweep.experiments[name].seeds), 1)
         if found.n_seeds > 1:
-            detected = f"{found.n_seeds} seeds detect {column.difference_text(found.detects())} between two settings"
+            detected = f"{found.n_seeds} seeds detect {column.difference_text(found.detects())} on the same problems"
             yield f"{name}: {detected} at 80% power; 1, 2, 5 points take {found.seeds_text()} seeds."
 
 
@@ -188,7 +189,7 @@ def describe_time(pilot: Runs, jobs: Sequence[Job]) -> str:
     steps = sum(job.config["run"]["max_steps"] for job in jobs)
     device = read_json(next(iter(pilot.labels)).folder / "environment.json").get("device", "machine")
     hours = f"{seconds * steps / 3600:.1f} hours of the pilot's {device}"
-    return f"{steps:,} optimizer steps take about {hours}: {seconds:.2f} s each there."
+    return f"{steps:,} optimizer steps take about {hours}, evaluations aside: {seconds:.2f} s each there."
 
 
 def run_plan(sweep: SweepConfig, plan: list[Method]) -> None:
@@ -203,7 +204,7 @@ def run_plan(sweep: SweepConfig, plan: list[Method]) -> None:
             print("\nstopped; the same command resumes", file=sys.stderr)
             raise SystemExit(EXIT_INTERRUPTED) from None
     for folder, reason in runner.failed.items():
-        print(f"failed: {folder}: {reason} (see {folder.with_suffix('.log')})", file=sys.stderr)
+        print(f"failed: {folder}: {reason} (see {folder}.log)", file=sys.stderr)
     if runner.failed:
         raise SystemExit("the same command runs them again; a search with failed runs selects nothing")
     print(f"all runs are finished: {output}\ncompare them: pspo report {output}")

@@ -139,7 +139,7 @@ class Method:
 def make_plan(sweep: SweepConfig) -> list[Method]:
     """Check every configuration of the sweep, and return its methods."""
     plan: list[Method] = []
-    for name in sweep.only or sweep.experiments:
+    for name in dict.fromkeys(sweep.only or sweep.experiments):
         require(name in sweep.experiments, "only", f"must name experiments ({', '.join(sweep.experiments)})", name)
         experiment = sweep.experiments[name]
         evaluate = {

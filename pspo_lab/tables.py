@@ -13,6 +13,7 @@ from scipy.stats import t
 
 from pspo.evaluate.statistics import Number, as_text
 from pspo.terminal import one_line
+from pspo_lab.identities import algorithms
 from pspo_lab.power import Estimate, estimate
 from pspo_lab.runs import STAGES, LabRun, Runs, TestResult, grouped, read_problems, skip_unreadable
 from pspo_lab.settings import differing, make_setting, methods
@@ -169,14 +170,15 @@ def paired_differences(runs: Runs) -> list[Value]:
 
 
 def main_values(runs: Runs) -> list[Value]:
-    """Return the values of the column in which settings are compared first: a test, or the reward."""
-    values = accuracies(runs, "after") or learning(runs)
-    return [value for value in values if value.column == values[0].column]
+    """Return the values of the column that compares the most settings, first of a test, else of the training."""
+    columns = grouped(accuracies(runs, "after") or learning(runs), lambda value: value.column).values()
+    return max(columns, key=lambda values: (len({value.row for value in values}), len(values)), default=[])
 
 
-def noise_floor(values: Sequence[Value]) -> tuple[float, int]:
-    """SD of the difference of two runs of one setting, and its degrees of freedom; NaN and 0 without two seeds."""
-    groups = pd.Series([value.value for value in values], [value.row for value in values], float).groupby(level=0)
+def noise_floor(runs: Runs, values: Sequence[Value]) -> tuple[float, int]:
+    """SD of the difference of two runs of one algorithm, and its degrees of freedom; NaN and 0 without two runs."""
+    alike = algorithms(runs)
+    groups = pd.Series([v.value for v in values], dtype=float).groupby([alike[v.run] for v in values], sort=False)
     df = groups.size() - 1
     return float(np.sqrt(2 * (groups.var() * df).sum() / df.sum())) if df.sum() else np.nan, int(df.sum())
 

@@ -85,7 +85,8 @@ def setting_curves(runs: Runs) -> Iterator[Record]:
     members = grouped(runs.labels, lambda run: run.setting)
     number = {run.name: i for i, seeds in enumerate(members.values()) for run in seeds}
     method = methods(runs.configs)
-    colours = method_colours(method.values())
+    own = sorted(set(method.values()) - COLOURS.keys())  # losses of no fixed colour
+    colours = COLOURS | {name: OWN_COLOURS[i % len(OWN_COLOURS)] for i, name in enumerate(own)}
     numbers = runs.rollouts().set_index(["run", "step"]).select_dtypes("number")
     values = numbers.melt(var_name="column", ignore_index=False).dropna(subset="value").reset_index()
     means = mean_over_seeds(values.assign(row=values["run"].map(number)), by=["row", "column", "step"])
@@ -100,12 +101,6 @@ def setting_curves(runs: Runs) -> Iterator[Record]:
             "step": encode_floats(sides["mean"].index),
             **{side: encode_columns(table, list(table)) for side, table in sides.items()},
         }
-
-
-def method_colours(names: Iterable[str]) -> dict[str, str]:
-    """Return the colour of each method: fixed for a loss of `pspo.losses`, else the next of `OWN_COLOURS`."""
-    own = sorted(set(names) - COLOURS.keys())
-    return COLOURS | {name: OWN_COLOURS[i % len(OWN_COLOURS)] for i, name in enumerate(own)}
 
 
 def encode_floats(values: Any) -> str:

@@ -1,9 +1,9 @@
 """Condense runs to a table with a row per run: python scripts/condense_runs.py runs/off-policy --output runs.csv
 
-Columns: the experiment, the method, the switches that differ between the runs, the seed; reward (mean training reward
-over all rollouts), kl_sampler_old (mean KL in nats from the policy that drew to the policy before the update, if ratios
-are to the latter), validation (last validation reward), accuracy (greedy, of the final model), returned_accuracy (of
-the best model by validation), untrained_accuracy and best_step. Each greedy evaluation NAME of a sweep adds NAME_reward
+Columns: the experiment, the method, the switches that differ between the runs, the seed; means over all rollouts of the
+training's reward, kl_sampler_old, kl_old_new and zero_weight_share (docs/guide/runs.md), validation (last validation
+reward), accuracy (greedy, of the final model), returned_accuracy (of the best model by validation), untrained_accuracy
+and best_step. Each greedy evaluation NAME of a sweep adds NAME_reward
 and NAME_gold_anywhere of the returned model, and untrained_NAME_... of the model that the run began with.
 
 --answers NAME... writes every answer of these evaluations beside the table, as a .parquet file of the same name: the
@@ -23,7 +23,7 @@ from pspo_lab.settings import MODEL, SEED, differing, methods, short_names
 
 STAGE_COLUMNS = {"before": "untrained_accuracy", "after": "returned_accuracy", "final": "accuracy"}
 ROOMS = ("algorithm.", "model.", "optimizer.", "rollout.")
-MEANS = {"reward": "mean", "kl_sampler_old": "mean", "validation_reward": "last"}  # over a run's rollouts
+MEANS = dict.fromkeys(("reward", "kl_sampler_old", "kl_old_new", "zero_weight_share"), "mean")  # over a run's rollouts
 
 
 def test_numbers(runs: Runs) -> pd.DataFrame:
@@ -53,7 +53,7 @@ def condense(runs: Runs) -> pd.DataFrame:
     configs = pd.DataFrame([run.switches for run in runs.labels], names, dtype=object)
     varied = [name for name in differing(runs.configs) if name.startswith(ROOMS)]
     rollouts = runs.rollouts().groupby("run")
-    means = {name: how for name, how in MEANS.items() if name in rollouts.obj}
+    means = {name: how for name, how in (MEANS | {"validation_reward": "last"}).items() if name in rollouts.obj}
     rows = pd.DataFrame({"experiment": [Path(run.experiments[0]).name for run in runs.labels]}, names)
     rows["method"] = [*methods(runs.configs).values()]
     rows = rows.join(configs[varied].rename(columns=short_names(runs.configs))).assign(seed=configs[SEED])

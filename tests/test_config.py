@@ -273,11 +273,7 @@ def test_help_has_a_text_for_every_switch(words, capsys):
     assert not exit_.value.code
     described = re.findall(r"^  --([a-z]+\.[\w.]+) +\S.*$", capsys.readouterr().out, re.MULTILINE)
     basic = switches_with("basic")
-    shown = {
-        "-h": basic.__contains__,
-        "--help all": str,
-        "--help model": lambda name: name.startswith("model."),
-    }
+    shown = {"-h": basic.__contains__, "--help all": str, "--help model": lambda name: name.startswith("model.")}
     assert described == [*filter(shown[words], find_switches(TrainConfig))]
 
 
@@ -304,6 +300,7 @@ MESSAGES = {
     "--config grpo --run.keep 0": "--run.keep must be",
     "--data.chat_template a.jinja --data.chat_template.tools []": "--data.chat_template is a.jinja, which takes no",
     "--config missing.yaml": ".*No such file or directory: 'missing.yaml'",
+    "--algorithm.advantages math.fsun": "--algorithm.advantages math.fsun: .* no attribute .fsun.",
     "--algorithm.surrogate Clipp": ".* no such class; choose from ASPO, .*VESPO, or give an import path",
     "--algorithm.surrogate.alpha=0.4 --algorithm.surrogate=PSPO": "--algorithm.surrogate must stand before its",
     "--rollout.prompts many": "--rollout.prompts must be a whole number, got many",

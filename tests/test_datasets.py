@@ -204,8 +204,7 @@ def test_splits_of_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "held_out"),
-    [("file", 2, 1), ("file", 100, 5), ("file", 10_100, 500), ("gsm8k", 7_010, 10)],
+    ("name", "rows", "held_out"), [("file", 2, 1), ("file", 100, 5), ("file", 10_100, 500), ("gsm8k", 7_010, 10)]
 )
 def test_validation_is_held_out_of_train(tmp_path, name, rows, held_out):
     columns = {"columns": {"prompt": "question"}} if name == "file" else {}
@@ -278,6 +277,8 @@ def test_hub(monkeypatch):
     load_problems("gsm8k", "validation", hub={"revision": "main"})
     with pytest.raises(ValueError, match=r"--data\.hub: only hub ids .* have configurations and splits, not gsm8k"):
         load_problems("gsm8k", "validation", hub={"config": "socratic"})
+    with pytest.raises(ValueError, match=r"--data\.columns: only files of yours and hub ids .* not gsm8k"):
+        load_problems("gsm8k", "validation", columns={"prompt": "q2"})
     assert asked[2:] == [("openai/gsm8k", "main", "main")]
     assert len({problem.category for problem in load_problems("math", "test")}) == 7
     fields = {"Answer": 3.5, "Type": "Sum"}

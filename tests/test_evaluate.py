@@ -206,21 +206,23 @@ def compares(completions, answer):
 
 
 @pytest.mark.parametrize(
-    ("functions", "answer", "is_given"),
+    ("functions", "answer", "accuracy"),
     [
-        ([MathReward()], Fraction(1), True),
-        ([compares], Fraction(1), True),
-        ([compares], "1", False),
-        ([FormatReward()], Fraction(1), False),
-        ([MathVerifyReward()], Fraction(1), True),
-        ([MathVerifyReward()], "1", False),  # a formula, which accuracy would compare as text
+        ([MathReward()], Fraction(1), 1),
+        ([MathReward(marker="first")], Fraction(1), 0),
+        ([MathReward(0.01, marker="first")], Fraction(1), 1),
+        ([compares], Fraction(1), 1),
+        ([compares], "1", None),
+        ([FormatReward()], Fraction(1), None),
+        ([MathVerifyReward()], Fraction(1), 1),
+        ([MathVerifyReward()], "1", None),  # a formula, which accuracy would compare as text
     ],
 )
-def test_accuracy_is_given_where_a_reward_compares_answers(scripted, functions, answer, is_given):
-    scripted(lambda i, sample: "#### 1")
+def test_accuracy_is_given_where_a_reward_compares_answers_by_its_rules(scripted, functions, answer, accuracy):
+    scripted(lambda i, sample: "#### 1.01\nuser: more\n#### 1")
     prompts = Prompts([replace(PROBLEMS.problems[0], answer=answer)], PROBLEMS.ids[:1])
     result = summarise(evaluate(SCRIPTED, HOW, prompts, RewardConfig(functions)))
-    assert [name in result for name in ("accuracy", "gold_anywhere")] == [is_given] * 2
+    assert (result.get("accuracy"), "gold_anywhere" in result) == (accuracy, accuracy is not None)
 
 
 # --- real completions -------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from processes import assert_same, before, contents, forked, metric_lines, plain, run_command, send
+from processes import assert_same, before, contents, forked, metric_lines, plain, send
 from test_damage import flip, stamps
 from test_resume import CONSTANT, MODES, RUN, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
 
@@ -25,7 +25,6 @@ from pspo.rollout.source import Now
 from pspo.run.checkpointer import load_states
 from pspo.run.run import check_same
 from pspo.run.validator import Validator
-from pspo.train import main
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -35,11 +34,6 @@ def same_weights(one: str, other: str) -> bool:
 
 
 # --- the same configuration resumes -----------------------------------------------------------------------------------
-
-
-def test_an_unnamed_run_that_cannot_begin_leaves_no_folder():
-    assert run_command(main, *RUN, "--model.name_or_path=./nowhere") == 2
-    assert not [*Path("runs").iterdir()]
 
 
 def test_two_runs_in_one_folder(whole, capfd):

@@ -55,11 +55,9 @@ def kept_sets(rollout, i):
     return [set(part.tolist()) for part in parts[:length]]
 
 
-@pytest.mark.parametrize(
-    ("decoder", "options"), [("pspo", {"max_rows": 4}), ("pspo", {"top_p": 0.95}), ("pspo", {"top_k": 3})], ids=str
-)
-def test_kept_sets_are_the_nuclei_that_tokens_were_drawn_from(policy, options, decoder):
-    rollout = sample(policy, **options, decoder=decoder)
+@pytest.mark.parametrize("options", [{"max_rows": 4}, {"top_p": 0.95}, {"top_k": 3}], ids=str)
+def test_kept_sets_are_the_nuclei_that_tokens_were_drawn_from(policy, options):
+    rollout = sample(policy, **options)
     cut = {"top_p": TOP_P} | {name: options[name] for name in ("top_p", "top_k") if name in options}
     sizes = []
     for i in range(len(rollout)):

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import reference as oracle
 import torch
@@ -33,13 +34,16 @@ def test_the_reference_and_its_logprobs_reach_advantages(switches):
         {"name_or_path": "tiny-base", "lora": {"rank": 2}},
         algorithm={"reference": "tiny-math", "advantages": likely_by_the_reference} | switches,
         rollout={"prompts": 2, "max_completion_tokens": 8, "temperature": 0.7, "resample": 1},
-        run={"max_steps": 2, "validate_every": 0, "test_limit": 0, "output_dir": "out"},
+        run={"max_steps": 2, "validate_every": 0, "test_limit": 0, "record_tokens": 2, "output_dir": "out"},
         on_rollout=lambda experience, steps: rollouts.append(experience.rollout),
     )
     kind, logprobs = CALLS[-1]
     assert kind == "Qwen2ForCausalLM"
     expected = oracle.batch_logprobs(load_policy(ModelConfig("tiny-math")), rollouts[0].token_ids, 0.7)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=2e-5)
+    assert (
+        pd.read_parquet(min(Path("out/tokens.parquet").iterdir()))["reference_logprob"].notna().all()
+    )  # terms have them, too
 
 
 def length(completions):

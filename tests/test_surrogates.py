@@ -171,7 +171,6 @@ BATCHES = {
         (L.SPO(math.inf), "anywhere", 1.0),
         (L.CEGPPO(math.inf), "anywhere", 1.0),
         *((cls(), "r = 1", 1.0) for cls in BUILT_IN if cls is not L.PSPO),
-        (L.Clip(0.1, 0.3, 2.0), "r = 1", 1.0),
         *((L.P3O(tau, kl_coef=3.0), "r = 1", 1.0) for tau in (0.1, 1.0, 4.0, 50.0)),
         (L.SAPO(0.1, 50.0), "r = 1", 1.0),
         (L.TOPR(level="token"), "r = 1", 1.0),

@@ -177,7 +177,7 @@ def read_union(kinds: tuple[Any, ...], given: Any, switch: str) -> Any:
                 return read(kind, given, switch)
             except ValueError as error:
                 errors.append(error)
-    raise errors[-1 if str in kinds else 0]
+    raise errors[-1 if str in kinds or isinstance(given, Mapping) or "." in str(given) else 0]  # a path's, a class's
 
 
 def make(kind: type, given: Mapping[str, Any], switch: str) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 
@@ -10,7 +11,7 @@ from pspo.config import EvalConfig, RewardConfig
 from pspo.endings import fail_together
 from pspo.evaluate.statistics import Record
 from pspo.rollout import How, Prompts, Sampler
-from pspo.tasks import contains_answer, is_correct, matches_format
+from pspo.tasks import MathReward, contains_answer, is_correct, matches_format
 from pspo.tasks.files import plain
 from pspo.tasks.scoring import judges, show_failures
 from pspo.terminal import Bar
@@ -39,10 +40,11 @@ def complete(
 ) -> tuple[list[Record], dict[str, Exception]]:
     """Draw and score samples of some problems; returns a record of each sample, and each reward's first failure.
 
-    Answers are compared with the gold answer if a reward `judges` them.
+    Answers are compared with the gold answer if a reward `judges` them, by the rules of the first MathReward.
     """
     with dist.unsharded(how.model):
         rollout = sampler.draw(prompts.take(indices), samples, how)
+    rules = next((function for function in reward.functions if isinstance(function, MathReward)), MathReward())
     problems = [prompts.problems[i] for i in indices for _ in range(samples)]
     scores = rollout.score(problems, samples, reward, step, how.sampling.max_completion_tokens)
     lengths = rollout.loss_mask.sum(dim=1).tolist()
@@ -56,9 +58,9 @@ def complete(
             "sample": row % samples,
             **prompts.record(indices[row // samples]),
             "completion": text,
-            "correct": is_correct(text, answer),
+            "correct": is_correct(text, answer, Fraction(str(rules.tolerance)), rules.marker),
             "contains_gold": contains_answer(text, answer),
-            "format": None if isinstance(answer, str | None) else matches_format(text),
+            "format": None if isinstance(answer, str | None) else matches_format(text, rules.marker),
             "reward": plain(scores.totals[row]),
             "rewards": {name: plain(values[row]) for name, values in scores.by_function.items()},
             "tokens": lengths[row],

@@ -75,7 +75,7 @@ def adapter_config(config: ModelConfig) -> peft.LoraConfig:
     else:
         default = peft.LoraConfig().to_dict()
         for name, value in read_json(Path(lora.name_or_path, "adapter_config.json")).items():
-            if name not in PLAIN_FIELDS and value and value != default.get(name):
+            if name not in PLAIN_FIELDS and value and value not in (default.get(name), "gaussian"):  # trained from it
                 raise ValueError(
                     f"--model.name_or_path {lora.name_or_path}: its adapter_config.json sets {name} to {value!r}; "
                     "adapters other than plain LoRA's are neither trained nor merged exactly: use adapters without it"
@@ -118,7 +118,7 @@ def check_layers(policy: PreTrainedModel) -> None:
         is_linear = is_linear and not name.endswith(".dt_proj")  # Jamba reads this layer's weight, and runs no adapters
         if not is_linear or uses[id(layer.base_layer.weight)] > 1:
             reason = "has the weight of another layer" if is_linear else "is no plain linear layer"
-            fix = "name other layers, such as [q_proj, k_proj, v_proj, o_proj]"
+            fix = """name other layers, such as '["q_proj", "k_proj", "v_proj", "o_proj"]'"""
             raise ValueError(f"{name} {reason}: its adapters could not be merged; {fix}")
 
 

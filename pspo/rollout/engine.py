@@ -111,12 +111,7 @@ def find_engine(spec: dict[str, Any]) -> Engine:
 
 
 def start_engine(
-    engine: Engine,
-    config: TrainConfig,
-    learner: Any,
-    by_model: PolicySampler,
-    prompts: dict[str, Prompts],
-    how: How,
+    engine: Engine, config: TrainConfig, learner: Any, by_model: PolicySampler, prompts: dict[str, Prompts], how: How
 ) -> EngineSampler:
     """Start an engine for the prompts of all splits, and check that it draws from the policy.
 

@@ -241,7 +241,7 @@ class Batch:
     rollout: Rollout
     advantages: Tensor  # (B, 1) or (B, T) float32, on the CPU
     old_logprobs: Tensor | None = None  # (B, T), denominators of ratios; None: the pass's own log-probs, so r is 1
-    ref_logprobs: Tensor | None = None  # (B, T), of the reference model; None if beta is 0
+    ref_logprobs: Tensor | None = None  # (B, T), of the reference model; None without one
     indices: Tensor | None = None  # (B,) int64, the rows' places in the whole rollout; None if all are here
 
     def rows(self, indices: Tensor) -> "Batch":

@@ -52,7 +52,7 @@ def changed_switches(settings: Settings) -> str:
 
 def print_warnings(config: TrainConfig, prompts: dict[str, Prompts]) -> None:
     """Warn of training prompts that are also held out, and of a distillation by k3, which follows another KL."""
-    if not config.reward.functions and config.algorithm.kl_estimator == "k3":
+    if not (config.reward.functions or config.rollout.environment) and config.algorithm.kl_estimator == "k3":
         other = "KL(reference || policy), from tokens of the policy: k2 and unbiased_k3 follow KL(policy || reference)"
         print(f"WARNING: --algorithm.kl_estimator k3 has the gradient of {other}", file=sys.stderr)
     train = {repr(problem.prompt) for problem in prompts["train"].problems}
@@ -88,12 +88,8 @@ def summary_text(summary: Record) -> str:
     model = summary["best_model"]
     cost = f"{summary['tokens']:,} tokens, {summary['seconds']:.0f} s, peak memory {summary['peak_memory_gb']:.1f} GiB"
     returned = f"step {summary['best_step']}'s" if summary["best_step"] else "no trained step was better; the untrained"
-    lines = [
-        describe_results(summary),
-        f"{summary['optimizer_steps']} steps, {cost}; {returned} model: {model}",
-        f"look inside: pspo view {Path(model).parent}",
-    ]
-    return "\n".join(line for line in lines if line)
+    steps = f"{summary['optimizer_steps']} steps, {cost}; {returned} model: {model}"
+    return f"{describe_results(summary)}\n{steps}\nlook inside: pspo view {Path(model).parent}".lstrip("\n")
 
 
 def model_card(config: TrainConfig, settings: Settings, step: int, summary: Record) -> str:

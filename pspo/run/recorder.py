@@ -105,7 +105,7 @@ class Recorder:
         if dist.is_main():
             line |= rollout_metrics(rows, self.prompts.problems) | steps[-1]  # the last step is the most off-policy one
             line["steps_skipped"] = sum(step["step_skipped"] for step in steps)
-            line["grad_norm_max"] = max(step["grad_norm"] for step in steps)
+            line["grad_norm_max"] = float(np.max([step["grad_norm"] for step in steps]))  # NaN if one is
             if self.config.rollout.resample > 0:
                 line["resampled_share"] = len(drawn_rewards) / len(rows) - 1
                 line["reward_drawn"] = float(np.mean(known(drawn_rewards)))

@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -158,7 +157,7 @@ class Run:
             self.take_snapshot()  # saved if the callback fails
             state = self.generators.state_dict()
             with fail_together():
-                self.on_rollout(experience, deepcopy(steps))
+                self.on_rollout(experience, [dict(step) for step in steps])
             self.generators.load_state_dict(state)  # the callback changes no bit of the run
         self.close_rollout()
 

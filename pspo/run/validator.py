@@ -58,7 +58,7 @@ class Validator:
         validation = self.measure()
         record = {"step": step, "tokens": self.recorder.tokens} | validation
         self.validations["final"] = record
-        has_reward = bool(self.config.reward.functions)  # without rewards the newest model is the best
+        has_reward = self.config.reward.functions or self.config.rollout.environment  # without, the newest is the best
         for name in ("best", "best_trained" if step > 0 else "untrained"):
             best = self.validations[name]
             if not best or not has_reward or record["validation_reward"] > best["validation_reward"]:

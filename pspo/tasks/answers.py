@@ -233,14 +233,16 @@ def extract_text(completion: str) -> str:
     return " ".join([*_marked_lines(text, "last"), text][0].split())
 
 
-def is_correct(completion: str, gold: int | Fraction | str | None) -> bool | None:
-    """True if the completion has the gold answer, a number within 1e-6, a text exactly; None without a gold answer."""
+def is_correct(
+    completion: str, gold: int | Fraction | str | None, tolerance: Fraction = TOLERANCE, marker: Marker = "last"
+) -> bool | None:
+    """True if the completion has the gold answer, a number within ``tolerance``, a text exactly; None without one."""
     if gold is None:
         return None
     if isinstance(gold, str):
         return extract_text(completion) == " ".join(gold.split())
-    answer = extract_answer(completion)
-    return answer is not None and abs(answer - gold) <= TOLERANCE
+    answer = extract_answer(completion, marker)
+    return answer is not None and abs(answer - gold) <= tolerance
 
 
 def contains_answer(completion: str, gold: int | Fraction | str | None) -> bool | None:

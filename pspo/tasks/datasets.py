@@ -102,6 +102,8 @@ def find_sources(data: DataSpec) -> list[Source]:
     names = data.name.split("+")
     if data.hub.keys() - {"revision"} and all(part in NAMES for part in names):
         raise ValueError(f"--data.hub: only hub ids (owner/name) have configurations and splits, not {data.name}")
+    if any(name != column for name, column in data.columns.items()) and all(part in SOURCES for part in names):
+        raise ValueError(f"--data.columns: only files of yours and hub ids have columns to choose, not {data.name}")
     if "file" in names and data.path is None:
         raise ValueError("--data.name file needs --data.path: a file or folder of yours")
     columns = {"prompt": "prompt", "answer": "answer"} | data.columns

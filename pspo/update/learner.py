@@ -14,13 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pspo import distributed as dist
 from pspo.config import LoraConfig, ModelConfig, TrainConfig
-from pspo.model import (
-    StartingAdapters,
-    default_microbatch_tokens,
-    has_adapters,
-    load_policy,
-    shares_prompts,
-)
+from pspo.model import StartingAdapters, default_microbatch_tokens, has_adapters, load_policy, shares_prompts
 from pspo.model.find import load_model_config, load_pretrained, resolve_adapters
 from pspo.update.optimizers import make_optimizer, make_scheduler
 from pspo.update.tokens import TokenRecord

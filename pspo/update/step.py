@@ -39,7 +39,7 @@ def update(learner: Learner, rollout: Rollout, advantages: Tensor, config: Train
     old = torch.zeros(rollout.completion_ids.shape, dtype=torch.float64, device=learner.policy.device)
     if rollout.behaviour_logprobs is not None or len(minibatches) > 1 or algorithm.shuffle:
         old = old_logprobs(learner, batch, minibatches, config)
-    if algorithm.beta > 0:
+    if learner.reference is not None:
         batch = replace(batch, ref_logprobs=reference_logprobs(learner, batch, minibatches, config))
     steps = []
     for epoch in range(algorithm.epochs):

@@ -144,13 +144,10 @@ STOLEN = (
     "secret, channel = frame.f_locals['specification']['secret'], frame.f_locals['channel']\n"
 )
 REFUSED = {
-    "fork": "import os; os.fork()",
-    "socket": "import socket; socket.socket()",
     "write": "open('HERE/evil', 'w')",
     "memory file": "import os; os.memfd_create('x')",
     "kill": "import os; os.kill(os.getppid(), 9)",
     "limits": "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
-    "1 GB": "text = 'x' * 2**30",
     "exit": "import sys; sys.exit()",
     "crash": "import ctypes; ctypes.string_at(0)",
     "no text": "x = '\ud800'",

@@ -73,7 +73,7 @@ def test_the_gain_of_sapo_on_asdiv_over_seeds_and_problems(tmp_path, capsys):
     sapo = answers[answers["method"] == "SAPO"].pivot(index="seed", columns="problem", values="reward").to_numpy()
     for seed, right in enumerate(sapo):
         folder = write_evaluation(tmp_path / f"sapo/seed-{seed}", [], "summary.json")
-        (folder / "config.yaml").write_text(f"run: {{seed: {seed}}}")
+        (folder / "config.yaml").write_text(f"data: {{name: sums}}\nrun: {{seed: {seed}}}")
         append_jsonl(folder / "test-after.jsonl", *(record(i, 0, bool(value)) for i, value in enumerate(right)))
     compare(write_evaluation(tmp_path / "untrained", before), folder.parent)
     out = capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_what_cannot_be_paired_is_refused(tmp_path, capsys):
     lacking = write_evaluation(tmp_path / "lacking", records + [record(0, j, False) for j in range(1, 8)])
     for method in ("PSPO", "Clip"):
         folder = write_evaluation(tmp_path / f"mixed/{method}", [], "summary.json")
-        surrogate = f"algorithm: {{surrogate: {{class_path: pspo.losses.{method}}}}}"
+        surrogate = f"data: {{name: sums}}\nalgorithm: {{surrogate: {{class_path: pspo.losses.{method}}}}}"
         (folder / "config.yaml").write_text(f"{surrogate}\nrun: {{seed: {len(method)}}}")
     for paths, message in (
         ((a, folder.parent), "mixed has runs that differ in more than the seed"),

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from scipy.stats import ttest_1samp
 
-from pspo.losses import DPPO, NoClip
+from pspo.losses import DPPO, Clip, NoClip
 from pspo_lab.identities import gradient
 from pspo_lab.power import estimate
 from pspo_lab.report_command import main
@@ -228,12 +228,24 @@ def test_one_algorithm_under_two_names_is_named_and_who_won_comes_first(make_run
             make_run(f"{alpha}{seed}", method, seed, after=after, metrics=metrics, own=own, **{"algorithm.beta": beta})
     _, text, _ = report()
     verdict = " ".join(text.split("\n\n")[0].split())
-    floor = f"{100 * math.sqrt(2 * (0.01 + 0.01 + 0.01053) / 3):.1f} points"
+    alike = [0.5, 0.6, 0.7, 0.52, 0.58, 0.72]  # NoClip and PSPO(0.1)
+    floor = f"{100 * math.sqrt(2 * (6 * np.var(alike) + 2 * 0.01) / 7):.1f} points"
     assert re.search(rf"differ by {floor} \(.*\. NoClip \(beta=0.1\) and PSPO \(beta=0.09\) are one algo", verdict)
     assert re.match(r"Result: PSPO \(.*\) came first with 60\.7% \(untrained 30\.0%\) accuracy on sums test", verdict)
-    assert gradient(DPPO(epsilon=0.6), False).tolist() != gradient(NoClip(), False).tolist()  # likely tokens tell
+    apart = [(DPPO(epsilon=0.6), NoClip()), (Clip(0.26), Clip(0.28)), (Clip(0.01), Clip(1e-3)), (Clip(delta=9), Clip())]
+    assert not any(np.array_equal(gradient(one, False), gradient(other, False)) for one, other in apart)
     assert "That cannot be told from luck: 0.7 points [-5.1, 6.4]; 3 seeds would detect 7.5 points." in verdict
     assert Column("", "accuracy").difference_text(-4e-4, (-0.2, 0.1)) == "0.0 points [-20.0, 10.0]"  # not -0.0
+
+
+def test_a_winner_whose_shared_seeds_are_behind_has_luck(make_run, report):
+    for seed in range(6):
+        make_run(f"c{seed}", "Clip", seed, after=0.4 if seed < 3 else 0.8)
+        if seed < 3:
+            make_run(f"n{seed}", "NoClip", seed, after=0.5 + 0.001 * seed)
+    make_run("fewer-problems", "Clip", 7, ended={"after": accuracy(1.0, n=50)})
+    verdict = " ".join(report()[1].split())
+    assert re.search(r"^Result: Clip came first with 60\.0% .* n = 100, .* told from luck: -10\.1 points", verdict)
 
 
 def test_a_class_of_a_user_s_is_named_by_all_arguments_and_files_between_runs_are_left_out(make_run, report):
@@ -241,7 +253,9 @@ def test_a_class_of_a_user_s_is_named_by_all_arguments_and_files_between_runs_ar
         own = {"a_parameter_of_many_letters": "and_a_value", "width": width, "reward": f"mine{width}.score"}
         folder = make_run(f"own/width={width}/seed-0", "Long", module="mine", own=own)
         folder.with_suffix(".log").touch()
-    cells, _, _ = report(*folder.parent.parent.glob("*/*"))
+    cells, text, _ = report(*folder.parent.parent.glob("*/*"))
+    assert max(map(len, text.splitlines())) < 120
+    assert "Holm" not in text  # there is no comparison
     assert {row for _, _, row, _ in cells} - {"tiny"} == {
         f"Long (a_parameter_of_many_letters=and_a_value, reward=mine{width}.score, width={width})"
         for width in (0.1, 0.2)

@@ -22,7 +22,7 @@ from pspo.config import EvaluateConfig, TrainConfig
 from pspo_lab.sweep_command import main
 from pspo_lab.sweep_plan import SweepConfig, make_plan
 
-PYTHON, REPOSITORY = sys.executable, Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[2]
 
 # Called as `python -m pspo.train --config F`, or with that as one word by a launcher. Rewards, pauses and failures come
 # from world.json in the current folder, by folder of the run ("experiment/setting/seed"); every call is noted.
@@ -58,7 +58,6 @@ summary = {"best_model": str(folder / "best"), "tokens": 1000, "seconds": 2.0}
 """
 
 GRID = {"algorithm.surrogate": "Clip", "algorithm.surrogate.epsilon": [0.1, 0.2], "optimizer.lr": [1e-6, "5e-6"]}
-DDP = {1: {}, 2: {"distributed.strategy": "ddp"}}  # switches by number of processes
 SEARCH = {"seeds": [42], "keep": 2, "confirm_seeds": [43, 44], "switches": {"run.max_steps": 6}}
 A, B, C, D = (f"clip-epsilon={epsilon}-lr={lr}" for epsilon in (0.1, 0.2) for lr in ("1e-06", "5e-06"))
 
@@ -166,6 +165,15 @@ def test_failed_runs_are_named_and_run_again_and_nothing_is_selected_without_the
     assert calls()[-1] == f"e/{B}/seed-0"
 
 
+def test_a_damaged_summary_fails_its_run_alone(here, capsys):
+    sweep_file(methods={"pspo": {}, "clip": {}}, evaluate={"evaluation": {"data.limit": 4}})
+    Path("out/e/pspo/seed-0").mkdir(parents=True)
+    Path("out/e/pspo/seed-0/summary.json").write_text("{")
+    assert sweep() == 1
+    assert "out/e/pspo/seed-0/summary.json is damaged" in capsys.readouterr().err
+    assert calls()[-2:] == ["e/clip/seed-0", "e/clip/seed-0/evaluation"]
+
+
 def test_a_sweep_that_is_told_to_stop_stops_its_runs_and_resumes(here, capsys):
     sweep_file()
     world(seconds=600)
@@ -220,7 +228,7 @@ def test_what_cannot_run_is_one_line_before_anything_runs(here, capsys, experime
 def test_cores_and_gpus_are_shared_out_among_workers(here, capsys, monkeypatch, processes, shares, threads):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,8")
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    sweep_file(shared=DDP[processes])
+    sweep_file(shared={"distributed.strategy": "ddp"} if processes > 1 else {})
     world(seconds=0.3, fail={f"e/{D}/seed-0": 1})
     assert sweep(f"--processes={processes}") == 1
     assert {call["cuda"] for call in noted()} == shares
@@ -235,7 +243,7 @@ def test_a_dry_run_says_what_its_seeds_detect_and_how_long_it_takes(tmp_path, ca
     args = ["--config=configs/sweep/smollm2.yaml", "--only=smollm2-clip", f"--output={tmp_path}/out", "--dry_run"]
     main([*args, "--sd", "7.3"])
     out = capsys.readouterr().out
-    assert "smollm2-clip: 5 seeds detect 12.3 points between two settings at 80% power" in out
+    assert "smollm2-clip: 5 seeds detect 12.3 points on the same problems at 80% power" in out
     assert "1, 2, 5 points take 421, 107, 19 seeds" in out  # R: power.t.test(sd=7.3, power=.8, type="one.sample")
     for seed, accuracy in enumerate((0.5, 0.6)):
         folder = tmp_path / f"pilot/seed-{seed}"
@@ -248,8 +256,8 @@ def test_a_dry_run_says_what_its_seeds_detect_and_how_long_it_takes(tmp_path, ca
         (folder / "config.yaml").write_text(json.dumps(switches))
     main([*args, "--pilot", str(folder.parent)])
     out = capsys.readouterr().out
-    assert "160 optimizer steps take about 1.0 hours of the pilot's cpu: 22.50 s each there." in out  # 5 runs of 32
-    assert "Noise floor: two seeds of one setting differ by 10.0 points" in out  # sqrt(2) 0.1 / sqrt(2)
+    assert "160 optimizer steps take about 1.0 hours of the pilot's cpu, evaluations aside: 22.50 s" in out  # 5 x 32
+    assert "Noise floor: two runs of one algorithm differ by 10.0 points" in out  # sqrt(2) 0.1 / sqrt(2)
     for file in folder.parent.glob("*/summary.json"):
         file.unlink()
     with pytest.raises(SystemExit):
@@ -259,7 +267,8 @@ def test_a_dry_run_says_what_its_seeds_detect_and_how_long_it_takes(tmp_path, ca
 
 @pytest.mark.parametrize(("name", "only", "runs"), [
     ("first", "", 12), ("paper", "alpha", 12), ("control", "tokens", 30), ("one-day", "", 15),
-    ("decoupled-smollm2", "", 10), pytest.param("smollm2", "", 82, marks=pytest.mark.nightly),
+    ("decoupled-smollm2", "", 10), ("reliability", "bits", 6),
+    pytest.param("smollm2", "", 82, marks=pytest.mark.nightly),
     pytest.param("decoupled", "", 160, marks=pytest.mark.nightly),
     pytest.param("off-policy", "", 2340, marks=pytest.mark.nightly),
     pytest.param("paper", "", 644, marks=pytest.mark.nightly),
