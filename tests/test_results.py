@@ -187,10 +187,23 @@ def test_reliability():
     for part in (by_seed.drop(212), by_seed.loc[:211], by_seed.loc[213:]):
         half = stats.t.ppf(0.975, len(part) - 1) * part.sem()
         assert f"{part.mean():+.1f} [{part.mean() - half:+.1f}, {part.mean() + half:+.1f}]" in prose
-    solid = pd.DataFrame({arm: right["asdiv", arm].mean(axis=1).where(failed[arm][0] == 0) for arm in failed})
+    by_arm = pd.DataFrame({arm: right["asdiv", arm].mean(axis=1) for arm in failed})
+    apart = by_arm["Clip"] - by_arm["P3O"]
+    half = stats.t.ppf(0.975, len(apart) - 1) * apart.sem()
+    assert f"{apart.mean():+.1f} [{apart.mean() - half:+.1f}, {apart.mean() + half:+.1f}] over seeds." in prose
+    pairs = [(by_arm[arm], by_arm["Clip"]) for arm in ("NoClip", "PSPO")]
+    p = [stats.pearsonr(a + b, a - b).pvalue for a, b in pairs] + [stats.levene(*pair).pvalue for pair in pairs]
+    shown = "p {:.3f} and {:.3f}, Levene's, which outliers sway less, {:.2f} and {:.2f}"
+    assert shown.format(*p) in prose  # Pitman 1939, Morgan 1939: of two correlated variances
+    runs = pd.read_csv(RESULTS / "smollm2/reliability.csv").set_index(["experiment", "method"])
+    assert runs.loc["bits"].groupby("seed")[["tokens", "adapters"]].nunique().eq(1).all(axis=None)
+    clip = runs.loc[("reliability", "Clip")]
+    assert f"drops only {clip['zero_weight_share'].mean():.1%} of the tokens" in prose
+    assert f"KL from the old policy is {clip['kl_old_new'].mean():.3f}." in prose
+    solid = by_arm.where(pd.concat(failed, axis=1).droplevel(1, axis=1) == 0)
     without = (solid[["NoClip", "PSPO"]].mean(axis=1) - solid[["Clip", "P3O"]].mean(axis=1)).dropna()
     assert f"difference is {without.mean():.1f} (p {stats.ttest_1samp(without, 0).pvalue:.2f})" in prose
-    pair = pd.DataFrame({arm: right["asdiv", arm].mean(axis=1) for arm in ("NoClip", "PSPO")})
+    pair = by_arm[["NoClip", "PSPO"]]
     n = len(pair)
     sd = (pair["NoClip"] - pair["PSPO"]).std()
     correlation = pair.corr().iloc[0, 1]
