@@ -81,14 +81,8 @@ class GpuTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "GpuTensor":
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=CUDA,
-        )
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        self = torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, dtype=inner.dtype, device=CUDA)
         self.inner = inner
         return self
 

@@ -39,7 +39,6 @@ REFUSED = {
     "use_dora": True, "lora_bias": True, "target_parameters": ["mlp.up_proj.weight"], "added_by_a_later_peft": True,
 }  # fmt: skip
 
-
 EXPERTS = ("jamba", "mixtral", "phimoe", "qwen3_moe")  # of which some linear layers are refused
 
 
@@ -118,10 +117,7 @@ def test_a_field_is_refused_before_the_model_is_loaded(field, base, tmp_path):
 def test_the_head_is_exact_untied_and_refused_tied(base, tmp_path):
     layers = {"lm_head": (4, 3.0)}
     write_adapters(tmp_path / "tied", {"target_modules": ["lm_head"]}, layers, base)
-    for config in (
-        ModelConfig(str(tmp_path / "tied")),
-        ModelConfig(lora=LoraConfig(rank=4, target_modules=["lm_head"])),
-    ):
+    for config in (ModelConfig(f"{tmp_path}/tied"), ModelConfig(lora=LoraConfig(rank=4, target_modules=["lm_head"]))):
         with pytest.raises(ValueError, match=r"^--model.lora.target_modules: lm_head has the weight of another layer"):
             load_policy(config, CPU)
     untied = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny-base", tie_word_embeddings=False)

@@ -285,7 +285,6 @@ def test_the_guide_lists_exactly_the_switches():
 
 # ---------------------------------------------------------------- messages
 
-
 FILES = {
     "typo.yaml": "rollout:\n  group_sise: 4\n",
     "twice.yaml": "run: {seed: 1}\nrun: {keep: 1}\n",

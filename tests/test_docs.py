@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import pspo.__main__
-import pspo.losses
 from pspo.config import EvaluateConfig, TrainConfig, find_switches
 
 ROOT = Path(__file__).parents[1]

@@ -284,7 +284,6 @@ MISTRAL = """{%- for m in messages -%}{%- if m.role == "user" -%}
 {%- endif -%}{%- endfor -%}"""
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "x"]}}\n</tool_call>'
 
-
 F = ("f", {"a": [1, "x"]})
 QUOTED = {"text": "wrap it in <tool_call> tags: <tool_call>{}</tool_call>"}
 CALLS = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",

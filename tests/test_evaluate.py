@@ -233,9 +233,7 @@ def draw(load, tokenizer):
     """Evaluates tiny-base on four problems, three samples each; the arguments override."""
     policy, problems = load("tiny-base"), load_problems("arithmetic", "validation", limit=4)
     prompts = Prompts(problems, encode_prompts(tokenizer, [problem.prompt for problem in problems]))
-    sampling = Sampling(
-        [tokenizer.eos_token_id], tokenizer.pad_token_id, temperature=1.0, top_p=1.0, max_completion_tokens=8
-    )
+    sampling = Sampling([tokenizer.eos_token_id], tokenizer.pad_token_id, 1.0, 1.0, max_completion_tokens=8)
     longest = max(map(len, prompts.ids)) + 8
 
     def run(seed=5, rows=2, temperature=1.0, **options):

@@ -62,9 +62,7 @@ def test_a_body_that_ignores_an_input_is_refused(monkeypatch, load, tokenizer, i
     policy = load("tiny-base").to(dtype)
     check(policy, tokenizer)
     original = policy.base_model.forward
-    monkeypatch.setattr(
-        policy.base_model, "forward", lambda *args, **inputs: original(*args, **inputs | {ignored: None})
-    )
+    monkeypatch.setattr(policy.base_model, "forward", lambda *args, **named: original(*args, **named | {ignored: None}))
     found = "fails on a small batch" if ignored == CACHE_ARGUMENT else "other log-probs in a padded batch"
     with pytest.raises(ValueError, match=found):
         check(policy, tokenizer)

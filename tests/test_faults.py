@@ -122,11 +122,12 @@ def test_weights_that_are_not_finite_are_not_saved():
     run.checkpointer.take_snapshot()
     with pytest.raises(RunFailed, match="step 2"):
         run.checkpointer.save_snapshot()
+    with pytest.raises(RunFailed, match="step 2"):
+        run.validator.validate()  # which replaces best/
     assert [folder.name for folder in checkpoints(Path("out"))] == ["step-000000"]
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
-
 
 BAD = {  # switches, and what is shown
     "raises": ((), "KeyError: 'no such key'"),

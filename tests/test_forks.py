@@ -14,9 +14,7 @@ from processes import assert_same, before, contents, forked, metric_lines, plain
 from test_damage import flip, stamps
 from test_resume import CONSTANT, MODES, RUN, cut_off, killed, killed_at_step, train, whole, whole_with  # noqa: F401
 
-import pspo.cli.python
 import pspo.run.run
-import pspo.train
 from pspo.cli.parse import parse
 from pspo.cli.values import to_yaml
 from pspo.config import TrainConfig

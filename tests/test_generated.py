@@ -3,7 +3,6 @@
 import itertools
 import re
 from fractions import Fraction
-from itertools import islice
 
 import pytest
 
@@ -28,7 +27,7 @@ every_split = pytest.mark.parametrize("split", SPLITS)
 
 
 def take(task, split, n=300, seed=0):
-    return list(islice(SOURCES[task].generate(split, seed), n))
+    return list(itertools.islice(SOURCES[task].generate(split, seed), n))
 
 
 def word_of(problem):

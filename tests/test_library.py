@@ -295,7 +295,6 @@ def test_sampling_has_the_commands_defaults(tiny_model):
 
 # ---------------------------------------------------------------- examples/
 
-
 FILE = Path(__file__).parents[1] / "examples" / "grpo.py"
 
 

@@ -8,7 +8,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-import pspo.model.load
 import pspo.model.logprobs
 import pspo.model.shared_prompts
 from pspo.model import autocast, token_logprobs
@@ -127,14 +126,12 @@ def test_a_pass_takes_completions_of_like_lengths(tiny_model, monkeypatch, name,
     torch.testing.assert_close(gradients(model, actual), gradients(model, expected), rtol=slope, atol=slope)
 
 
-@pytest.mark.parametrize(
-    ("chunk_bytes", "sizes"), [(10**9, [24]), (5 * 4 * 64, [5, 2, 5, 5, 5, 2, 0]), (1, [*[1] * 24, 0])]
-)
-def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch, chunk_bytes, sizes):
+@pytest.mark.parametrize(("limit", "sizes"), [(10**9, [24]), (5 * 4 * 64, [5, 2, 5, 5, 5, 2, 0]), (1, [*[1] * 24, 0])])
+def test_chunks_change_nothing_and_are_recomputed(tiny_model, monkeypatch, limit, sizes):
     """Whole rows of 1 and 4 tokens, pieces of rows of 7 and 12 that are too long, and a last row without a token."""
     model, chunks = tiny_model(), []
     rows = make_rows((9, 3, 1, 6, 2), (7, 1, 4, 12, 0))
-    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", limit)
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", 1)
     expected = reference.batch_logprobs(model, rows)
     model.get_output_embeddings().register_forward_hook(lambda head, inputs, logits: chunks.append(len(logits)))

@@ -70,8 +70,6 @@ def test_kept_sets_are_the_nuclei_that_tokens_were_drawn_from(policy, options):
             mass = math.fsum(probs[token] for token in kept)
             own = math.log(probs[completion[t]] / mass)
             assert rollout.sampler_logprobs[i, t].item() == pytest.approx(own, abs=1e-5)
-            if len(cut) == 1:
-                assert mass >= cut["top_p"] - 1e-6
             sizes.append(len(kept))
     assert min(sizes) < max(sizes) < 64
 
@@ -88,9 +86,7 @@ def renormalised(policy, rollout, i):
 
 
 @pytest.mark.parametrize("chunk_tokens", [100, 5])
-def test_log_probs_entropies_and_gradients_are_those_of_sums_over_the_kept_sets(
-    policy, rollout, monkeypatch, chunk_tokens
-):
+def test_log_probs_entropies_and_gradients_are_sums_over_the_kept_sets(policy, rollout, monkeypatch, chunk_tokens):
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_BYTES", 1)
     monkeypatch.setattr(pspo.model.logprobs, "CHUNK_TOKENS", chunk_tokens)
     nucleus = rollout.nucleus.select(slice(None), rollout.completion_mask)

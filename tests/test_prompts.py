@@ -55,14 +55,8 @@ def test_long_prompts_are_dropped_and_counted(load_words, tokenizer, capsys, how
 USER, SYSTEM = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be brief."}
 ANSWERED = [USER, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"}]
 
-CALL = [
-    USER,
-    {
-        "role": "assistant",
-        "reasoning_content": "Look.",
-        "tool_calls": [{"id": "a1", "type": "function", "function": {"name": "look", "arguments": {"x": 1}}}],
-    },
-]
+LOOK = {"id": "a1", "type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
+CALL = [USER, {"role": "assistant", "reasoning_content": "Look.", "tool_calls": [LOOK]}]
 
 
 def parts(*texts: str) -> list[dict]:

@@ -41,9 +41,8 @@ def test_the_reference_and_its_logprobs_reach_advantages(switches):
     assert kind == "Qwen2ForCausalLM"
     expected = oracle.batch_logprobs(load_policy(ModelConfig("tiny-math")), rollouts[0].token_ids, 0.7)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=2e-5)
-    assert (
-        pd.read_parquet(min(Path("out/tokens.parquet").iterdir()))["reference_logprob"].notna().all()
-    )  # terms have them, too
+    tokens = pd.read_parquet(min(Path("out/tokens.parquet").iterdir()))
+    assert tokens["reference_logprob"].notna().all()  # terms have them, too
 
 
 def length(completions):

@@ -173,18 +173,6 @@ def test_a_best_model_newer_than_the_checkpoint_stays(monkeypatch):
     assert_same(Path("whole"), Path("out"))
 
 
-def test_weights_that_are_not_finite_do_not_replace_the_best(monkeypatch, capfd):
-    def measure(self):
-        if self.learner.steps > 0:
-            self.learner.policy.lm_head.weight.data.fill_(torch.nan)
-        return {"validation_reward": self.learner.steps + 1.0}
-
-    monkeypatch.setattr(Validator, "measure", measure)
-    assert train("out", "--run.validate_every=2") == 1
-    assert "the weights are not finite, and not saved: lower --optimizer.lr" in capfd.readouterr().err
-    assert json.loads(Path("out/best/validation.json").read_text())["step"] == 0
-
-
 def test_killed_in_the_middle_of_a_save_a_run_ends_as_if_nothing_had_happened(whole):
     """The next test kills at every point."""
 

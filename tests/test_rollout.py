@@ -129,15 +129,9 @@ def test_rows_trim_both_sides_and_keep_the_values():
 
 # ---------------------------------------------------------------- prompts
 
-LLAMA_STYLE = (
-    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-
 
 def test_a_template_that_asks_for_the_date_is_told_the_same_one_every_day(tokenizer):
-    plain = "{{ messages[0]['content'] }}"
-    tokenizer.chat_template = "{% set today = strftime_now('%d %b %Y') %}\n{{ today }}|" + plain
+    tokenizer.chat_template = "{% set today = strftime_now('%d %b %Y') %}\n{{ today }}|{{ messages[0]['content'] }}"
     (ids,) = encode_prompts(tokenizer, ["3 + 4"], "")
     assert tokenizer.decode(ids) == "26 Jul 2024|3 + 4"
     assert "macro" not in tokenizer.chat_template  # what is saved with the model is its own
@@ -147,7 +141,7 @@ def test_exactly_one_bos(tokenizer):
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     bos = tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
-    tokenizer.chat_template = LLAMA_STYLE
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     assert tokenizer("3")["input_ids"][0] == bos  # so text rendered first and encoded after that would get two
     for system in ("Be brief.", ""):
         for ids in encode_prompts(tokenizer, ["3 + 4", "5"], system):

@@ -19,7 +19,6 @@ import transformers
 from processes import metric_lines, one_layer, run_command
 
 import pspo.evaluate.__main__
-import pspo.update.step
 from pspo.config import ModelConfig, RolloutConfig
 from pspo.losses import Surrogate
 from pspo.model import autocast, default_max_rows, default_microbatch_tokens, load_tokenizer

@@ -78,7 +78,6 @@ def test_rollout_i_is_drawn_after_i_minus_lag_updates_and_trained_on_after_i(mon
     assert len(trained) == 5
     first = weights(drawn[0][1])
     unmoved = [torch.equal(weights(policy), first) for _, policy in drawn]
-    assert sum(unmoved) >= lag + 1
     assert all(unmoved[: lag + 1])
     assert not any(unmoved[lag + 2 :]) or lag == 3
 
@@ -170,11 +169,9 @@ def test_groups_without_signal_give_way():
     assert filled.drawn_tokens == drawn.tokens + fresh.tokens
     assert len(filled.drawn_rewards) == 7 * G
     assert filled.rewards_by_name["r"] == filled.rewards.tolist()
-    for place, (source, group) in enumerate([(fresh, 0), (drawn, 1), (fresh, 2), (drawn, 3)]):
-        mine, theirs = (
-            rollout.rows(torch.arange(i * G, (i + 1) * G)) for rollout, i in ((filled.rollout, place), (source, group))
-        )
-        assert plain(mine) == plain(theirs)  # with every field
+    for i, source in enumerate([fresh, drawn, fresh, drawn]):
+        rows = torch.arange(i * G, (i + 1) * G)
+        assert plain(filled.rollout.rows(rows)) == plain(source.rows(rows))  # with every field
 
 
 def test_rollouts_that_lack_what_another_has_are_not_joined():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ DETERMINISTIC = settings(max_examples=80, deadline=None, derandomize=True, datab
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e4, 0.0]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class SquaredRatio(L.Surrogate):
     """A user's surrogate: -A r + strength (r - 1)^2."""
 
@@ -154,7 +153,6 @@ def test_gradients_are_differences_of_the_loss(surrogate):
 
 
 # ---------------------------------------------------------------- limits and identities
-
 
 BATCHES = {
     "anywhere": hostile_batch,

@@ -28,10 +28,7 @@ from pspo.update.batching import make_batch, split_microbatches, split_minibatch
         (Clip(), by_root, {"beta": 0.5, "shuffle": True}),
         (GSPO(0.1, 0.2), "grpo", {"shuffle": True}),
         *((surrogate, "grpo", {"advantages": by_token}) for surrogate in (Clip(), TOPR())),
-        *(
-            (surrogate, how, {"entropy_coef": 0.3})
-            for surrogate, how in zip(SURROGATES[3:6], AGGREGATIONS, strict=True)
-        ),
+        *((*pair, {"entropy_coef": 0.3}) for pair in zip(SURROGATES[3:6], AGGREGATIONS, strict=True)),
         *((loss, "dapo", {"terms": [EntropyQuantile(0.3)], "beta": 0.5}) for loss in (Clip(), GSPO(0.1, 0.2))),
         *((surrogate, "grpo", {"beta": 0.5, "kl_estimator": "unbiased_k3"}) for surrogate in (Clip(), TOPR())),
     ],

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -85,7 +84,7 @@ def test_max_steps_stops_in_the_middle_of_a_rollout(policy):
     assert len(assert_equals_naive(policy, *make_rollout(), config)) == 3
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Broken(Surrogate):
     """NoClip that goes wrong at one optimizer step, in the loss or in its gradient only."""
 
@@ -203,7 +202,7 @@ def test_learning_rates_by_closed_form(schedule, warmup):
 # ---------------------------------------------------------------- rows to optimizer steps and microbatches
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Kept(NoClip):
     """A subclass, which does not inherit NoClip's hint that rows with A = 0 may be left out."""
 

@@ -50,7 +50,7 @@ class Checkpointer:
     def save_snapshot(self) -> None:
         """Save a checkpoint of the weights and the snapshot, and remove old checkpoints; RunFailed if that fails."""
         policy = self.learner.policy
-        check_finite(policy)
+        check_finite(policy, self.learner.steps)
         folder = self.output / "checkpoints" / f"step-{self.learner.steps:06d}"
         states = dict(self.snapshot)
         by_rank = [name for name, part in self.parts.items() if getattr(part, "per_rank", False)]
@@ -185,15 +185,14 @@ def load_states(folder: Path, mmap: bool = False) -> dict[str, Any]:
         return torch.load(folder / "parts.pt", map_location="cpu", mmap=mmap, weights_only=True)
 
 
-def check_finite(policy: PreTrainedModel) -> None:
+def check_finite(policy: PreTrainedModel, step: int) -> None:
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     if not dist.full_tensor(torch.nn.utils.get_total_norm(trained)).isfinite():
-        raise RunFailed("the weights are not finite, and not saved: lower --optimizer.lr")
+        raise RunFailed(f"the weights are not finite at step {step}: lower --optimizer.lr; not saved")
 
 
 def save_model(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, record: Any = None) -> None:
     """Save a model and, if given, its validation's record; ``folder`` is replaced at once. RunFailed if that fails."""
-    check_finite(policy)
     weights = dist.full_state_dict(policy)
 
     def save() -> None:

@@ -9,7 +9,7 @@ from pspo.evaluate.evaluation import evaluate
 from pspo.evaluate.statistics import Record, summarise
 from pspo.files import find_damage, read_json, to_jsonl, write_errors, write_text
 from pspo.rollout import How, Prompts, Sampler
-from pspo.run.checkpointer import load_weights, save_model
+from pspo.run.checkpointer import check_finite, load_weights, save_model
 from pspo.run.recorder import Recorder
 from pspo.tasks.files import plain
 from pspo.terminal import print_timed
@@ -55,6 +55,7 @@ class Validator:
     def validate(self) -> dict[str, float]:
         """`measure` the policy, and save it if it is the best so far."""
         step = self.learner.steps
+        check_finite(self.learner.policy, step)
         validation = self.measure()
         record = {"step": step, "tokens": self.recorder.tokens} | validation
         self.validations["final"] = record

@@ -14,7 +14,6 @@ pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("here")]
 DEFAULTS = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 fixtures = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-
 WRONG = (
     "null", "true", "-1", "0", "1.5", "1e400", ".nan", "-.inf", "[]", "{}", "[1]", "{a: 1}", "'", '"', "[", "{",
     "!!python/object/apply:os.system [exit]", "2020-13-45", "*a", "~", "\t", "no", "\u2028", "PSPO", "os.system",
