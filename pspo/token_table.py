@@ -21,7 +21,7 @@ COLUMNS = {
     "logprob": "float32",  # the policy's, before the step
     "old_logprob": "float32",
     "sampler_logprob": "float32",  # missing if the rollout has none
-    "reference_logprob": "float32",  # missing without --algorithm.beta
+    "reference_logprob": "float32",  # missing without a reference model
     "entropy": "float32",  # of the policy's distribution, in nats; over the nucleus under nucleus replay
     "advantage": "float32",
     "weight": "float32",  # d (the surrogate's loss at the token) / d logprob, before aggregation

@@ -100,8 +100,8 @@ def has_clipped(run: LabRun) -> bool:
 def algorithms(runs: Runs) -> dict[LabRun, Setting]:
     """The `canonical` setting of each run."""
     clipped = {run.setting for run in runs.labels if has_clipped(run)}
-    found = {run.setting: run for run in runs.labels}
-    found = {setting: canonical(run, setting in clipped) for setting, run in found.items()}
+    one_run = {run.setting: run for run in runs.labels}
+    found = {setting: canonical(run, setting in clipped) for setting, run in one_run.items()}
     return {run: found[run.setting] for run in runs.labels}
 
 

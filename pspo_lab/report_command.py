@@ -107,9 +107,10 @@ def describe_luck(differences: Sequence[Value]) -> str:
     if cell is None or cell.estimate is None:
         return f"That cannot be told from luck: it takes 3 seeds that both settings have, and there are {seeds}."
     text = cell.column.difference_text(cell.mean, cell.interval)
-    if cell.mean > 0 and cell.estimate.p() < 0.05:
+    if cell.estimate.p() < 0.05:
         problems = " and their problems" if cell.estimate.n_problems > 1 else ""
-        return f"That is more than luck: {text} over {seeds} seeds{problems}."
+        verdict = "That is more than luck" if cell.mean > 0 else "On the seeds that both have it is behind"
+        return f"{verdict}: {text} over {seeds} seeds{problems}."
     if cell.estimate.detects() > 0:
         text += f"; {seeds} seeds would detect {cell.column.difference_text(cell.estimate.detects())}"
     return f"That cannot be told from luck: {text}."

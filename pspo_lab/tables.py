@@ -178,7 +178,8 @@ def main_values(runs: Runs) -> list[Value]:
 def noise_floor(runs: Runs, values: Sequence[Value]) -> tuple[float, int]:
     """SD of the difference of two runs of one algorithm, and its degrees of freedom; NaN and 0 without two runs."""
     alike = algorithms(runs)
-    groups = pd.Series([v.value for v in values], dtype=float).groupby([alike[v.run] for v in values], sort=False)
+    rows = pd.DataFrame([(alike[v.run], v.run.seed, v.value) for v in values], columns=["algorithm", "seed", "value"])
+    groups = rows.drop_duplicates().groupby("algorithm", sort=False)["value"]  # equal runs of a seed count once
     df = groups.size() - 1
     return float(np.sqrt(2 * (groups.var() * df).sum() / df.sum())) if df.sum() else np.nan, int(df.sum())
 

@@ -300,6 +300,7 @@ MESSAGES = {
     "--data.chat_template a.jinja --data.chat_template.tools []": "--data.chat_template is a.jinja, which takes no",
     "--config missing.yaml": ".*No such file or directory: 'missing.yaml'",
     "--algorithm.advantages math.fsun": "--algorithm.advantages math.fsun: .* no attribute .fsun.",
+    '--reward.functions [{"class_path":"SoftOverlong","init_args":{"buffer":0}}]': ".* buffer must be above 0, not 0",
     "--algorithm.surrogate Clipp": ".* no such class; choose from ASPO, .*VESPO, or give an import path",
     "--algorithm.surrogate.alpha=0.4 --algorithm.surrogate=PSPO": "--algorithm.surrogate must stand before its",
     "--rollout.prompts many": "--rollout.prompts must be a whole number, got many",

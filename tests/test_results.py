@@ -193,7 +193,7 @@ def test_reliability():
     assert f"{apart.mean():+.1f} [{apart.mean() - half:+.1f}, {apart.mean() + half:+.1f}] over seeds." in prose
     pairs = [(by_arm[arm], by_arm["Clip"]) for arm in ("NoClip", "PSPO")]
     p = [stats.pearsonr(a + b, a - b).pvalue for a, b in pairs] + [stats.levene(*pair).pvalue for pair in pairs]
-    shown = "p {:.3f} and {:.3f}, Levene's, which outliers sway less, {:.2f} and {:.2f}"
+    shown = "p {:.3f} and {:.3f}, Brown and Forsythe's, which outliers sway less, {:.2f} and {:.2f}"
     assert shown.format(*p) in prose  # Pitman 1939, Morgan 1939: of two correlated variances
     runs = pd.read_csv(RESULTS / "smollm2/reliability.csv").set_index(["experiment", "method"])
     assert runs.loc["bits"].groupby("seed")[["tokens", "adapters"]].nunique().eq(1).all(axis=None)

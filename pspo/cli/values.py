@@ -177,7 +177,9 @@ def read_union(kinds: tuple[Any, ...], given: Any, switch: str) -> Any:
                 return read(kind, given, switch)
             except ValueError as error:
                 errors.append(error)
-    raise errors[-1 if str in kinds or isinstance(given, Mapping) or "." in str(given) else 0]  # a path's, a class's
+    path = given.get("class_path") if isinstance(given, Mapping) else given
+    is_path = isinstance(path, str) and re.search(r"[a-z_]\w*\.[a-z_]", path, re.IGNORECASE)  # of a class or function
+    raise errors[-1 if str in kinds or is_path else 0]
 
 
 def make(kind: type, given: Mapping[str, Any], switch: str) -> Any:

@@ -55,15 +55,9 @@ def load_policy(
 
 def read_policy(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model with its weights on the CPU; ValueError if they are not those that its config.json describes."""
-    policy, loading = load_pretrained(
-        AutoModelForCausalLM,
-        config,
-        config=load_model_config(config),
-        dtype=dtype,
-        attn_implementation=config.attn_implementation,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    options = {"config": load_model_config(config), "dtype": dtype, "attn_implementation": config.attn_implementation}
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    policy, loading = load_pretrained(AutoModelForCausalLM, config, **options)
     source = f"--model.name_or_path {config.name_or_path}"
     mismatched = [name for name, *_ in loading["mismatched_keys"]]
     broken = [name for name, weight in policy.named_parameters() if not weight.sum().isfinite()]  # NaN stays in a sum

@@ -52,7 +52,7 @@ def changed_switches(settings: Settings) -> str:
 
 def print_warnings(config: TrainConfig, prompts: dict[str, Prompts]) -> None:
     """Warn of training prompts that are also held out, and of a distillation by k3, which follows another KL."""
-    if not (config.reward.functions or config.rollout.environment) and config.algorithm.kl_estimator == "k3":
+    if not config.reward.functions and config.algorithm.kl_estimator == "k3":
         other = "KL(reference || policy), from tokens of the policy: k2 and unbiased_k3 follow KL(policy || reference)"
         print(f"WARNING: --algorithm.kl_estimator k3 has the gradient of {other}", file=sys.stderr)
     train = {repr(problem.prompt) for problem in prompts["train"].problems}

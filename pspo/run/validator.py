@@ -59,10 +59,11 @@ class Validator:
         validation = self.measure()
         record = {"step": step, "tokens": self.recorder.tokens} | validation
         self.validations["final"] = record
-        has_reward = self.config.reward.functions or self.config.rollout.environment  # without, the newest is the best
         for name in ("best", "best_trained" if step > 0 else "untrained"):
             best = self.validations[name]
-            if not best or not has_reward or record["validation_reward"] > best["validation_reward"]:
+            is_level = record["validation_reward"] == best.get("validation_reward")
+            is_better = not best or record["validation_reward"] > best["validation_reward"]
+            if is_better or (is_level and not self.config.reward.functions):  # a distillation's newest is the best
                 self.validations[name] = record
         if self.validations["best"] is record:
             save_model(self.learner.policy, self.recorder.tokenizer, self.output / "best", record)

@@ -238,14 +238,14 @@ def test_one_algorithm_under_two_names_is_named_and_who_won_comes_first(make_run
     assert Column("", "accuracy").difference_text(-4e-4, (-0.2, 0.1)) == "0.0 points [-20.0, 10.0]"  # not -0.0
 
 
-def test_a_winner_whose_shared_seeds_are_behind_has_luck(make_run, report):
+def test_a_winner_may_be_behind_on_shared_seeds(make_run, report):
     for seed in range(6):
         make_run(f"c{seed}", "Clip", seed, after=0.4 if seed < 3 else 0.8)
         if seed < 3:
             make_run(f"n{seed}", "NoClip", seed, after=0.5 + 0.001 * seed)
     make_run("fewer-problems", "Clip", 7, ended={"after": accuracy(1.0, n=50)})
     verdict = " ".join(report()[1].split())
-    assert re.search(r"^Result: Clip came first with 60\.0% .* n = 100, .* told from luck: -10\.1 points", verdict)
+    assert re.search(r"^Result: Clip came first with 60\.0% .* n = 100, .* it is behind: -10\.1 points", verdict)
 
 
 def test_a_class_of_a_user_s_is_named_by_all_arguments_and_files_between_runs_are_left_out(make_run, report):
