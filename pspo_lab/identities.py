@@ -105,9 +105,9 @@ def algorithms(runs: Runs) -> dict[LabRun, Setting]:
     return {run: found[run.setting] for run in runs.labels}
 
 
-def describe_identities(runs: Runs) -> Iterator[str]:
-    """A sentence for each set of settings that are one algorithm."""
-    for alike in grouped(runs.labels, algorithms(runs).get).values():
+def describe_identities(runs: Runs, algorithm: dict[LabRun, Setting]) -> Iterator[str]:
+    """A sentence for each set of settings that are one of `algorithms`."""
+    for alike in grouped(runs.labels, algorithm.get).values():
         *others, last = dict.fromkeys(runs.labels[run] for run in alike)
         if others:
             text = f"{', '.join(others)} and {last} are one algorithm here: their losses' gradients are equal up to a "

@@ -16,7 +16,7 @@ import pandas as pd
 from pspo.endings import user_errors
 from pspo.files import write_text
 from pspo.terminal import one_line
-from pspo_lab.identities import describe_identities
+from pspo_lab.identities import algorithms, describe_identities
 from pspo_lab.runs import Runs, grouped, read_runs, run_folders
 from pspo_lab.settings import DATA, MODEL
 from pspo_lab.tables import DIFFERENCES, NOTES, Cell, Value, main_values, make_cells, noise_floor, table_texts, tables
@@ -90,14 +90,15 @@ def describe_result(runs: Runs, tables: dict[str, list[Cell]]) -> Iterator[str]:
         yield describe_luck([found[winner.row, seed] - found[second, seed] for seed in seeds])
     else:
         yield f"{winner.row} reached {best}; there is no second setting."
-    sd, df = noise_floor(runs, values)
+    algorithm = algorithms(runs)
+    sd, df = noise_floor(values, algorithm)
     if df:
         floor = f"{column.difference_text(sd)} (standard deviation, {df} degrees of freedom)"
         yield f"Noise floor: two runs of one algorithm differ by {floor}."
     tested = [cell.holm for cell in tables.get(DIFFERENCES, []) if cell.holm is not None]
     if tested:
         yield f"Of the {len(tested)} differences below, {sum(holm < 0.05 for holm in tested)} are more than luck."
-    yield from describe_identities(runs)
+    yield from describe_identities(runs, algorithm)
 
 
 def describe_luck(differences: Sequence[Value]) -> str:

@@ -36,6 +36,7 @@ from pspo.config import require
 from pspo.endings import EXIT_INTERRUPTED, user_errors
 from pspo.files import lock_folder, read_json, write_json, write_text
 from pspo.terminal import Bar
+from pspo_lab.identities import algorithms
 from pspo_lab.power import Estimate
 from pspo_lab.runs import Runs, read_runs, run_folders
 from pspo_lab.sweep_plan import MODEL, WEIGHTS, Job, Method, SweepConfig, make_plan
@@ -167,7 +168,7 @@ def describe_pilot(sweep: SweepConfig, plan: list[Method]) -> Iterator[str]:
         yield describe_time(pilot, [job for method in plan for job in method.planned() if not job.trained])
         if sd is None:
             values = main_values(pilot)
-            sd, df = noise_floor(pilot, values)
+            sd, df = noise_floor(values, algorithms(pilot))
             if not df:
                 raise ValueError(f"--pilot {sweep.pilot} takes two finished runs of one algorithm; or give --sd")
             column = values[0].column

@@ -13,10 +13,9 @@ from scipy.stats import t
 
 from pspo.evaluate.statistics import Number, as_text
 from pspo.terminal import one_line
-from pspo_lab.identities import algorithms
 from pspo_lab.power import Estimate, estimate
 from pspo_lab.runs import STAGES, LabRun, Runs, TestResult, grouped, read_problems, skip_unreadable
-from pspo_lab.settings import differing, make_setting, methods
+from pspo_lab.settings import Setting, differing, make_setting, methods
 
 BASELINES = ("Clip", "NoClip")  # methods that paired differences subtract
 TREATMENT = ("algorithm.", "optimizer.")  # switches in which the two runs of a pair may differ
@@ -175,10 +174,10 @@ def main_values(runs: Runs) -> list[Value]:
     return max(columns, key=lambda values: (len({value.row for value in values}), len(values)), default=[])
 
 
-def noise_floor(runs: Runs, values: Sequence[Value]) -> tuple[float, int]:
+def noise_floor(values: Sequence[Value], algorithm: dict[LabRun, Setting]) -> tuple[float, int]:
     """SD of the difference of two runs of one algorithm, and its degrees of freedom; NaN and 0 without two runs."""
-    alike = algorithms(runs)
-    rows = pd.DataFrame([(alike[v.run], v.run.seed, v.value) for v in values], columns=["algorithm", "seed", "value"])
+    numbers = [(algorithm[value.run], value.run.seed, value.value) for value in values]
+    rows = pd.DataFrame(numbers, columns=["algorithm", "seed", "value"])
     groups = rows.drop_duplicates().groupby("algorithm", sort=False)["value"]  # equal runs of a seed count once
     df = groups.size() - 1
     return float(np.sqrt(2 * (groups.var() * df).sum() / df.sum())) if df.sum() else np.nan, int(df.sum())

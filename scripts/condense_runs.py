@@ -3,8 +3,8 @@
 Columns: the experiment, the method, the switches that differ between the runs, the seed; means over all rollouts of the
 training's reward, kl_sampler_old, kl_old_new and zero_weight_share (docs/guide/runs.md), validation (last validation
 reward), accuracy (greedy, of the final model), returned_accuracy (of the best model by validation), untrained_accuracy
-and best_step. Each greedy evaluation NAME of a sweep adds NAME_reward
-and NAME_gold_anywhere of the returned model, and untrained_NAME_... of the model that the run began with.
+and best_step. Each greedy evaluation NAME of a sweep adds NAME_reward and NAME_gold_anywhere of the returned model, and
+untrained_NAME_... of the model that the run began with.
 
 --answers NAME... writes every answer of these evaluations beside the table, as a .parquet file of the same name: the
 temperature, the numbers of problem and sample, the completion and its reward, the evaluation, and the run's experiment,
@@ -23,7 +23,10 @@ from pspo_lab.settings import MODEL, SEED, differing, methods, short_names
 
 STAGE_COLUMNS = {"before": "untrained_accuracy", "after": "returned_accuracy", "final": "accuracy"}
 ROOMS = ("algorithm.", "model.", "optimizer.", "rollout.")
-MEANS = dict.fromkeys(("reward", "kl_sampler_old", "kl_old_new", "zero_weight_share"), "mean")  # over a run's rollouts
+MEANS = {
+    "reward": "mean", "kl_sampler_old": "mean", "kl_old_new": "mean", "zero_weight_share": "mean",
+    "validation_reward": "last",
+}  # over a run's rollouts  # fmt: skip
 
 
 def test_numbers(runs: Runs) -> pd.DataFrame:
@@ -53,7 +56,7 @@ def condense(runs: Runs) -> pd.DataFrame:
     configs = pd.DataFrame([run.switches for run in runs.labels], names, dtype=object)
     varied = [name for name in differing(runs.configs) if name.startswith(ROOMS)]
     rollouts = runs.rollouts().groupby("run")
-    means = {name: how for name, how in (MEANS | {"validation_reward": "last"}).items() if name in rollouts.obj}
+    means = {name: how for name, how in MEANS.items() if name in rollouts.obj}
     rows = pd.DataFrame({"experiment": [Path(run.experiments[0]).name for run in runs.labels]}, names)
     rows["method"] = [*methods(runs.configs).values()]
     rows = rows.join(configs[varied].rename(columns=short_names(runs.configs))).assign(seed=configs[SEED])

@@ -27,6 +27,7 @@ EXACT = {  # settings, and rank and scale of every layer that has adapters under
         {"peft_version": "0.99", "inference_mode": True, "lora_dropout": 0.5, "fan_in_fan_out": True, "bias": "none"},
         ALL_Q,
     ),
+    "init_lora_weights": ({"init_lora_weights": "gaussian"}, ALL_Q),
     "use_rslora": ({"use_rslora": True}, dict.fromkeys(Q, (4, 6.0))),  # 12 / sqrt(4)
     "patterns": (
         {"rank_pattern": {"layers.1.self_attn.q_proj": 8}, "alpha_pattern": {"layers.2.self_attn.q_proj": 2}},

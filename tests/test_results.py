@@ -38,6 +38,12 @@ def assert_column(cells: pd.Series, by_row: pd.DataFrame) -> None:
         assert_shows(cell, values.mean(), *ends)
 
 
+def mean_text(by_seed: pd.Series) -> str:
+    """The mean with Student's 95% interval, as pages write it."""
+    half = stats.t.ppf(0.975, len(by_seed) - 1) * by_seed.sem()
+    return f"{by_seed.mean():+.1f} [{by_seed.mean() - half:+.1f}, {by_seed.mean() + half:+.1f}]"
+
+
 def holm(p: list[float]) -> np.ndarray:
     """The p-values, corrected by Holm (1979)."""
     steps = np.maximum.accumulate((len(p) - np.arange(len(p))) * np.sort(p))
@@ -185,12 +191,9 @@ def test_reliability():
     prose = " ".join((RESULTS / "smollm2/reliability.md").read_text(encoding="utf-8").split())
     by_seed = differences[0].mean(axis=1)
     for part in (by_seed.drop(212), by_seed.loc[:211], by_seed.loc[213:]):
-        half = stats.t.ppf(0.975, len(part) - 1) * part.sem()
-        assert f"{part.mean():+.1f} [{part.mean() - half:+.1f}, {part.mean() + half:+.1f}]" in prose
+        assert mean_text(part) in prose
     by_arm = pd.DataFrame({arm: right["asdiv", arm].mean(axis=1) for arm in failed})
-    apart = by_arm["Clip"] - by_arm["P3O"]
-    half = stats.t.ppf(0.975, len(apart) - 1) * apart.sem()
-    assert f"{apart.mean():+.1f} [{apart.mean() - half:+.1f}, {apart.mean() + half:+.1f}] over seeds." in prose
+    assert f"{mean_text(by_arm['Clip'] - by_arm['P3O'])} over seeds." in prose
     pairs = [(by_arm[arm], by_arm["Clip"]) for arm in ("NoClip", "PSPO")]
     p = [stats.pearsonr(a + b, a - b).pvalue for a, b in pairs] + [stats.levene(*pair).pvalue for pair in pairs]
     shown = "p {:.3f} and {:.3f}, Brown and Forsythe's, which outliers sway less, {:.2f} and {:.2f}"

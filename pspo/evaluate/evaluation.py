@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 
 import torch
 
@@ -44,7 +43,8 @@ def complete(
     """
     with dist.unsharded(how.model):
         rollout = sampler.draw(prompts.take(indices), samples, how)
-    rules = next((function for function in reward.functions if isinstance(function, MathReward)), MathReward())
+    math_reward = next((function for function in reward.functions if isinstance(function, MathReward)), MathReward())
+    judge = MathReward(math_reward.tolerance, 0.0, math_reward.marker)  # 1 if the number is right, else 0
     problems = [prompts.problems[i] for i in indices for _ in range(samples)]
     scores = rollout.score(problems, samples, reward, step, how.sampling.max_completion_tokens)
     lengths = rollout.loss_mask.sum(dim=1).tolist()
@@ -52,15 +52,16 @@ def complete(
     records = []
     for row, (problem, text) in enumerate(zip(problems, rollout.texts, strict=True)):
         answer = problem.answer if judges(reward.functions, problem.answer) else None
+        is_number = not isinstance(answer, str | None)
         record = {
             "temperature": how.sampling.temperature,
             "problem": indices[row // samples],
             "sample": row % samples,
             **prompts.record(indices[row // samples]),
             "completion": text,
-            "correct": is_correct(text, answer, Fraction(str(rules.tolerance)), rules.marker),
+            "correct": judge([text], [problem]) == [1.0] if is_number else is_correct(text, answer),
             "contains_gold": contains_answer(text, answer),
-            "format": None if isinstance(answer, str | None) else matches_format(text, rules.marker),
+            "format": matches_format(text, judge.marker) if is_number else None,
             "reward": plain(scores.totals[row]),
             "rewards": {name: plain(values[row]) for name, values in scores.by_function.items()},
             "tokens": lengths[row],

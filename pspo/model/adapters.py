@@ -75,7 +75,8 @@ def adapter_config(config: ModelConfig) -> peft.LoraConfig:
     else:
         default = peft.LoraConfig().to_dict()
         for name, value in read_json(Path(lora.name_or_path, "adapter_config.json")).items():
-            if name not in PLAIN_FIELDS and value and value not in (default.get(name), "gaussian"):  # how they began
+            is_start = (name, value) == ("init_lora_weights", "gaussian")  # of adapters that are trained by now
+            if name not in PLAIN_FIELDS and value and value != default.get(name) and not is_start:
                 raise ValueError(
                     f"--model.name_or_path {lora.name_or_path}: its adapter_config.json sets {name} to {value!r}; "
                     "adapters other than plain LoRA's are neither trained nor merged exactly: use adapters without it"

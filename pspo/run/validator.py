@@ -1,6 +1,7 @@
 """Validator: validates and tests a run's models, and keeps the best."""
 
 import math
+import operator
 from dataclasses import dataclass, field, replace
 
 from pspo import distributed as dist
@@ -59,11 +60,10 @@ class Validator:
         validation = self.measure()
         record = {"step": step, "tokens": self.recorder.tokens} | validation
         self.validations["final"] = record
+        is_better = operator.gt if self.config.reward.functions else operator.ge  # a distillation's newest is the best
         for name in ("best", "best_trained" if step > 0 else "untrained"):
             best = self.validations[name]
-            is_level = record["validation_reward"] == best.get("validation_reward")
-            is_better = not best or record["validation_reward"] > best["validation_reward"]
-            if is_better or (is_level and not self.config.reward.functions):  # a distillation's newest is the best
+            if not best or is_better(record["validation_reward"], best["validation_reward"]):
                 self.validations[name] = record
         if self.validations["best"] is record:
             save_model(self.learner.policy, self.recorder.tokenizer, self.output / "best", record)

@@ -233,16 +233,14 @@ def extract_text(completion: str) -> str:
     return " ".join([*_marked_lines(text, "last"), text][0].split())
 
 
-def is_correct(
-    completion: str, gold: int | Fraction | str | None, tolerance: Fraction = TOLERANCE, marker: Marker = "last"
-) -> bool | None:
-    """True if the completion has the gold answer, a number within ``tolerance``, a text exactly; None without one."""
+def is_correct(completion: str, gold: int | Fraction | str | None) -> bool | None:
+    """True if the completion has the gold answer, a number within 1e-6, a text exactly; None without a gold answer."""
     if gold is None:
         return None
     if isinstance(gold, str):
         return extract_text(completion) == " ".join(gold.split())
-    answer = extract_answer(completion, marker)
-    return answer is not None and abs(answer - gold) <= tolerance
+    answer = extract_answer(completion)
+    return answer is not None and abs(answer - gold) <= TOLERANCE
 
 
 def contains_answer(completion: str, gold: int | Fraction | str | None) -> bool | None:
