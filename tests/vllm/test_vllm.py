@@ -54,7 +54,7 @@ class VLLMServer:
     def is_ready(self) -> bool:
         assert self.process.poll() is None
         with contextlib.suppress(requests.RequestException):
-            return requests.get(f"{self.url}/health", timeout=5).ok
+            return requests.get(f"{self.url}/health", timeout=60).ok
         return False
 
     def kill(self) -> None:
@@ -65,13 +65,13 @@ class VLLMServer:
     @property
     def begun(self) -> float:
         """Completions that it has drawn since it was started, or is drawing."""
-        metrics = requests.get(f"{self.url}/metrics", timeout=5).text
+        metrics = requests.get(f"{self.url}/metrics", timeout=60).text
         counts = re.findall(r"^vllm:(?:num_requests_running|request_success_total){.*} (\S+)$", metrics, re.MULTILINE)
         return sum(map(float, counts))
 
     @property
     def version(self) -> str:
-        return requests.get(f"{self.url}/weight_info", timeout=5).json()["weight_version"]
+        return requests.get(f"{self.url}/weight_info", timeout=60).json()["weight_version"]
 
 
 @pytest.fixture(scope="module")
