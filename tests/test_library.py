@@ -327,7 +327,7 @@ def test_an_expression_is_worth_its_value(completion, reward):
 def test_letters(tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(FILE.with_name("letters.ipynb"), as_version=4)
-    learned = "assert summary['after']['accuracy_ci95'][0] > summary['before']['accuracy_ci95'][1], summary"
+    learned = "assert summary['after']['mean_reward_ci95'][0] > summary['before']['mean_reward_ci95'][1], summary"
     notebook.cells.append(nbformat.v4.new_code_cell(learned))
     nbclient.NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}).execute()
     (train,) = (cell.outputs for cell in notebook.cells if "pspo.train(" in cell.source)
