@@ -37,7 +37,7 @@ def to_jsonl(records: Iterable[dict[str, Any]]) -> str:
 
 
 def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:  # half a surrogate pair: JSON's escape
         file.write(to_jsonl(records))
 
 
@@ -72,7 +72,7 @@ def named_damage(path: Path) -> Iterator[None]:
 def write_text(path: Path, text: str) -> None:
     """Write the whole file or nothing: readers never see half of it."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(temporary, path)
 
 

@@ -70,7 +70,7 @@ def token_losses(
     Returns:
         The losses, 0 where masked, and three scalars over the unmasked tokens with A != 0, NaN if there are none:
         ``ratio``, the mean of r; ``slope``, the mean of dL/dlogprob / (-A r): 1 - alpha for PSPO, 1 for NoClip, and
-        for Clip the share of tokens inside the range; ``zero_weight_share``, the share of tokens without gradient.
+        for Clip the share of tokens with a gradient; ``zero_weight_share``, the share of tokens without gradient.
     """
     surrogate = make_surrogate(surrogate)
     loss = surrogate.bind_step(step or 0)

@@ -120,10 +120,9 @@ def skip_unreadable(folder: Path) -> Iterator[None]:
     """Warn of a folder that cannot be read, and continue."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        warn(f"{folder}: {error}; left out")
-    except DAMAGE as error:
-        warn(f"{folder}: damaged ({type(error).__name__}: {error}); left out")
+    except (OSError, *DAMAGE) as error:
+        fault = error if isinstance(error, OSError | ValueError) else f"damaged ({type(error).__name__}: {error})"
+        warn(f"{folder}: {fault}; left out")
 
 
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:

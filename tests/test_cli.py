@@ -22,6 +22,7 @@ import pspo.evaluate.evaluation
 import pspo.run.run
 from pspo.cli.parse import differences, parse, read_config
 from pspo.config import TrainConfig
+from pspo.evaluate.__main__ import load_evaluation as load
 from pspo.evaluate.__main__ import model_step
 from pspo.files import append_jsonl, read_json, read_jsonl
 from pspo.model import ASSETS, load_tokenizer
@@ -242,9 +243,12 @@ def test_evaluate(here, refused, monkeypatch):
         assert result["accuracy"] == pytest.approx(sum(record["correct"] for record in mine) / len(mine))
 
     assert "--run.output_dir results is there already: choose a new folder" in refused(evaluate, *args)
-    evaluate(["--config", "results/config.yaml", "--run.output_dir=again"])
+    with monkeypatch.context() as beside:  # another evaluation writes the folder in the meantime
+        beside.setattr(pspo.evaluate.__main__, "load_evaluation", lambda *args: Path("again").mkdir() or load(*args))
+        evaluate(["--config", "results/config.yaml", "--run.output_dir=again"])
     for name in ("results.json", "completions.jsonl"):
-        assert (here / "again" / name).read_bytes() == (here / "results" / name).read_bytes()
+        assert (here / "again-2" / name).read_bytes() == (here / "results" / name).read_bytes()
+    assert not list(Path("again").iterdir())
     Path("summary.json").write_text('{"optimizer_steps": 100}')
     assert [model_step(Path(model)) for model in ("final", "merged", "best")] == [100, None, 40]
     assert "/proc/results" in refused(evaluate, *args, "--run.output_dir=/proc/results")

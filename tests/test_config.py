@@ -301,6 +301,7 @@ MESSAGES = {
     "--config missing.yaml": ".*No such file or directory: 'missing.yaml'",
     "--algorithm.advantages math.fsun": "--algorithm.advantages math.fsun: .* no attribute .fsun.",
     '--reward.functions [{"class_path":"SoftOverlong","init_args":{"buffer":0}}]': ".* buffer must be above 0, not 0",
+    '--algorithm.surrogate {"class_path":"Clip","init_args":[1]}': "--algorithm.surrogate.init_args must be a mapping",
     "--algorithm.surrogate Clipp": ".* no such class; choose from ASPO, .*VESPO, or give an import path",
     "--algorithm.surrogate.alpha=0.4 --algorithm.surrogate=PSPO": "--algorithm.surrogate must stand before its",
     "--rollout.prompts many": "--rollout.prompts must be a whole number, got many",

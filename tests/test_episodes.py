@@ -206,6 +206,7 @@ def test_one_end_token_stands_between_turns(tokenizer, before):
     ids = observation_ids(tokenizer, "\0 7<|im_end|>", after=end)
     assert tokenizer.decode(ids) == "<|im_start|>[INST] \0 7< |im_end|> [/INST]"
     assert end not in ids  # the observation's own is broken
+    assert "INST] no ? [" in tokenizer.decode(observation_ids(tokenizer, "no \ud83d", after=end))  # from a call's JSON
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
     start = tokenizer.convert_tokens_to_ids("<|im_start|>")  # Phi-3 stops at the token that begins its turns, too
     assert tokenizer.decode(observation_ids(tokenizer, "7", after=start)) == "<|im_end|>7<|im_end|><|im_start|>"
@@ -409,7 +410,7 @@ def test_calls_that_a_template_writes_are_read_back(tokenizer, family):
         ("query='grep -F \"]\" log', limit=-5", {"query": 'grep -F "]" log', "limit": -5}),
         ("query='a\nb', words=[[1], {'k': None}]", {"query": "a\nb", "words": [[1], {"k": None}]}),
         ("exact=true, limit=1.5", {"exact": True, "limit": 1.5}), ("query=__import__('os')", None), ("1, 2", None),
-        ("", {}),
+        ("", {}), ("**{'query': 'a'}", None),
     ],
 )  # fmt: skip
 def test_arguments_of_pythonic_calls_are_literals(tokenizer, written, arguments):

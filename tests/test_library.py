@@ -27,7 +27,7 @@ from pspo.cli.parse import parse, read_config
 from pspo.cli.python import config_from_python
 from pspo.config import AlgorithmConfig, DataConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainConfig
 from pspo.errors import RunFailed
-from pspo.files import read_jsonl
+from pspo.files import lock_folder, read_jsonl
 from pspo.losses import GSPO, PSPO, Clip, SamplerCorrection, Surrogate
 from pspo.model import ASSETS, default_max_rows
 from pspo.rollout import Sampling
@@ -57,7 +57,7 @@ def config_of(**run) -> TrainConfig:
 
 def logs(completions, log_metric, log_extra):
     log_metric("longest", max(map(len, completions)))
-    log_extra("first", [text[:1] for text in completions])
+    log_extra("first", ["\ud83d" + text[:1] for text in completions])  # half a surrogate pair, as from hostile JSON
     return [float(len(text) % 3) for text in completions]
 
 
@@ -67,7 +67,7 @@ def test_what_rewards_log_is_in_metrics_and_samples(here):
     train(data={"limit": 40}, reward=[logs, "MathReward"], rollout=rollout, run=RUN | {"output_dir": "logged"})
     lines, samples = (read_jsonl(Path("logged", name)) for name in ("metrics.jsonl", "samples.jsonl"))
     assert all("logged/longest" in line and "logged/first" not in line for line in lines)
-    assert all(of["logged"]["first"] == of["completion"][:1] for of in samples)
+    assert all(of["logged"]["first"] == "\ud83d" + of["completion"][:1] for of in samples)
     assert all(len(of["completion"]) <= of["logged"]["longest"] for of in samples)
 
 
@@ -115,6 +115,10 @@ def test_problems_and_functions_of_python(here, capsys):
     assert "already finished" in capsys.readouterr().out
     with pytest.raises(ValueError, match="mine has other problems"):
         train("tiny-base", run=RUN | {"output_dir": "mine"}, **(call | {"data": problems}))
+    Path("starting").mkdir()
+    with lock_folder(Path("starting")), pytest.raises(ValueError, match="starting is in use by another process"):
+        train("tiny-base", run=RUN | {"output_dir": "starting"}, **(call | {"data": problems}))
+    assert not list(Path("starting/data").glob("*.jsonl"))
     (run,) = read_runs([Path("mine")]).labels
     Path("mine").rename("moved")
     assert [moved.switches["data.name"] for moved in read_runs([Path("moved")]).labels] == [run.switches["data.name"]]
@@ -207,6 +211,7 @@ def test_a_preset_and_a_file_are_below_the_other_arguments(here):
     ("call", "message"),
     [
         ({"reward": lambda completions: [1.0]}, "define it at the top of a module"),
+        ({"reward": FormatReward().check_problems}, "define it at the top of a module"),
         ({"rollout": 4}, "rollout must be a dict of its switches, got 4"),
         ({"algorithm": Forgetful(0.3)}, "Forgetful does not keep its argument width: make it a dataclass"),
     ],

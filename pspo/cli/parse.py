@@ -127,7 +127,8 @@ def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], s
             raise ValueError(f"--{name} must stand before its arguments")
         if name == "config":
             path = Path(text).expanduser()
-            put_all(values, read_yaml(path if path.is_file() else METHODS.get(text.lower(), path)), switches)
+            path = path if path.is_file() else METHODS.get(text.lower(), path)
+            put_all(values, read_object(path, path.read_bytes(), load_yaml), switches)
         elif owner in (name, None):  # an unknown switch is refused by `make_config`
             values[name] = Typed("true" if text is None else text)
         else:
@@ -177,14 +178,9 @@ def print_help(config_class: type, prog: str, topic: str) -> None:
 # --- settings: reading them, listing them by switch, comparing them
 
 
-def read_yaml(path: Path) -> Settings:
-    """A YAML file, with `Typed` texts; ValueError if it is damaged."""
-    return read_object(path, path.read_bytes(), load_yaml)
-
-
 def read_config(path: Path) -> Settings:
-    """The nested configuration in a run's config.yaml."""
-    return read(dict, read_yaml(path), "")
+    """The nested configuration in a run's config.yaml; ValueError if it is damaged."""
+    return read(dict, read_object(path, path.read_bytes(), load_yaml), "")
 
 
 def flat(config: Settings, whole: Collection[str] | None = None, prefix: str = "") -> dict[str, Any]:

@@ -72,11 +72,12 @@ def write_problems(output: Path, problems: dict[str, str]) -> str:
     if files.is_run(output) or (present and not owner_file.exists()):
         raise ValueError(f"--run.output_dir {output} has other problems: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    owner_file.touch()
-    for split in SPLITS:  # replaces files of a call that failed before its run began
-        (folder / f"{split}.jsonl").unlink(missing_ok=True)
-        if split in problems:
-            files.write_text(folder / f"{split}.jsonl", problems[split])
+    with files.lock_folder(output):  # a run that is starting holds the lock
+        owner_file.touch()
+        for split in SPLITS:  # replaces files of a call that failed before its run began
+            (folder / f"{split}.jsonl").unlink(missing_ok=True)
+            if split in problems:
+                files.write_text(folder / f"{split}.jsonl", problems[split])
     return str(folder)
 
 

@@ -209,7 +209,7 @@ def read_class(base: Any, given: Any, switch: str) -> Any:
         found = names.get(path) or pkgutil.resolve_name(path)
     except (AttributeError, ImportError, ValueError) as error:
         raise ValueError(f"--{switch} {path}: {error}") from error
-    arguments = spec.get("init_args") or {}
+    arguments = as_mapping(spec.get("init_args") or {}, f"{switch}.init_args")
     is_class = inspect.isclass(found)
     if base is abc.Callable or (is_class and issubclass(found, base)):
         value = make(found, arguments, switch) if is_class else found
@@ -258,7 +258,7 @@ def yaml_value(value: Any) -> Any:
 
 def import_path(named: Any) -> str:
     """The import path of a class or function, through its package if the package offers it: pspo.losses.Clip."""
-    if "<" in named.__qualname__:  # a lambda, or defined inside a function
+    if "<" in named.__qualname__ or (inspect.ismethod(named) and not inspect.isclass(named.__self__)):
         raise ValueError(f"{named!r} has no name that config.yaml could hold: define it at the top of a module")
     package = named.__module__.rpartition(".")[0]
     is_offered = getattr(sys.modules.get(package), named.__qualname__, None) is named

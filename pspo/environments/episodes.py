@@ -108,9 +108,9 @@ class EnvironmentSampler:
 
 
 def text_after_turn(tokenizer: PreTrainedTokenizerBase, text: str, role: str, tools: list[Any] | None) -> str:
-    """What the template writes behind a turn of the model if a turn of ``role`` with ``text`` follows."""
+    """What the template writes behind a model's turn if ``role`` says ``text``, where half a surrogate pair is "?"."""
     asked = {"role": "user", "content": "-"}
-    turn = {"role": role, "content": text}
+    turn = {"role": role, "content": text.encode(errors="replace").decode() if isinstance(text, str) else text}
     try:
         (rendered,) = render_prompts(tokenizer, [[asked, {"role": "assistant", "content": WORDS}, turn]], "", tools)
         return rendered.partition(WORDS)[2]

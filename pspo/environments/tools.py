@@ -100,7 +100,7 @@ def read_pythonic(head: re.Match, schemas: Schemas) -> tuple[list[Any], int]:
     for node in nodes:
         with contextlib.suppress(*UNREADABLE):
             arguments = {each.arg: ast.literal_eval(JsonWords().visit(each.value)) for each in node.keywords}
-            if not node.args:
+            if not node.args and None not in arguments:  # None is the key of **
                 calls.append({"name": ast.unparse(node.func), "arguments": arguments})
     return calls, len(text)
 

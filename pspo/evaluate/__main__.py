@@ -79,6 +79,8 @@ def write_results(
 ) -> None:
     """Write the folder and print the numbers of ``results``, the completions' records by temperature."""
     output = Path(config.run.output_dir)
+    while output.exists():  # written by an evaluation that ran beside this one
+        output = output.with_name(f"{output.name}-2")
     temperatures = {}
     for temperature, completions in results.items():
         temperatures[temperature] = summarise(completions) | {"breakdown": breakdown(completions, prompts.problems)}

@@ -36,7 +36,7 @@ def estimate_advantages(
 
     Args:
         estimator: called with the rewards (B,), NaN if unknown, the group size, and of these what its signature names:
-            ``mask`` (B, T), true at tokens in the loss; ``lengths`` (B,), the number of these; ``truncated`` (B,) bool;
+            ``mask`` (B, T), true at drawn tokens; ``lengths`` (B,), the number of these; ``truncated`` (B,) bool;
             ``rewards_by_function``, a dict of unweighted (B,); ``weights`` of the functions; ``problems``, a list of B.
             Under several ranks the estimator gets the whole groups of this rank.
         weights: weights of the reward functions; None for 1 each.

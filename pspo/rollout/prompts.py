@@ -66,6 +66,9 @@ def load_prompts(
     if make_environment is not None:
         prompts, tools = make_prompts(make_environment, problems)
     texts = render_prompts(tokenizer, prompts, config.system_text, tools)
+    if render_prompts(tokenizer, ["@@"], config.system_text and "@@")[0].count("@@") < 1 + bool(config.system_text):
+        fix = "set --data.system_prompt '', or give another template by --data.chat_template"
+        raise ValueError(f"the chat template leaves the system prompt or the question out of the prompts: {fix}")
     if tools:
         without_tools = render_prompts(tokenizer, prompts, config.system_text, [])
         if any(text == other for text, other in zip(texts, without_tools, strict=True)):
@@ -80,8 +83,8 @@ def load_prompts(
     if too_long := len(texts) - len(fits):
         print(f"{config.name} {split}: dropped {too_long:,} of {len(texts):,} prompts over {longest} tokens")
     special = special_pattern(tokenizer)
-    broken = sum(special.search(json.dumps(prompts[i], ensure_ascii=False, default=str)) is not None for i in fits)
-    if broken:
+    sources = [json.dumps([config.system_text, prompts[i]], ensure_ascii=False, default=str) for i in fits]
+    if broken := sum(special.search(source) is not None for source in sources):
         print(f"{config.name} {split}: special tokens in {broken:,} of {len(fits):,} prompts are broken by a blank")
     return Prompts(problems, ids, [] if make_environment is None else prompts).take(fits)
 

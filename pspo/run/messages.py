@@ -26,7 +26,7 @@ def print_header(run: Any) -> None:
     trained = policy.num_parameters(only_trainable=True)
     sizes = [f"{len(prompts):,} {split}" for split, prompts in run.validator.prompts.items()]
     stops = run.recorder.tokenizer.convert_ids_to_tokens(run.how.sampling.stop_ids)
-    stops += [repr(text) for text in run.how.sampling.stop_strings]
+    stops = [stop or "no token" for stop in stops] + [repr(text) for text in run.how.sampling.stop_strings]
     print(f"""\
 model   {config.model.name_or_path}: {policy.num_parameters() / 1e6:.1f}M parameters, \
 {trained / 1e6:.1f}M trained, in {policy.dtype}, on {dist.world_size()} x {policy.device}

@@ -249,5 +249,4 @@ def contains_answer(completion: str, gold: int | Fraction | str | None) -> bool 
         return None
     if isinstance(gold, str):
         return " ".join(gold.split()) in " ".join(completion.split())
-    numbers = find_numbers(_prose(completion))
-    return any(gold - TOLERANCE <= number <= gold + TOLERANCE for number in numbers)
+    return any(gold - TOLERANCE <= number <= gold + TOLERANCE for number in find_numbers(_prose(completion)))
