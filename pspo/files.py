@@ -44,17 +44,17 @@ def append_jsonl(path: Path, *records: dict[str, Any]) -> None:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON lines file, without a last line cut off by a kill; [] if there is no file."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return [read_object(path, line) for line in lines]
+    return [read_object(path, text=line) for line in lines]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    return read_object(path, path.read_bytes())
+    return read_object(path)
 
 
-def read_object(path: Path, text: bytes, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
-    """The object in a JSON or YAML file, or in a line of JSON lines; ValueError if the text is damaged."""
+def read_object(path: Path, parse: Callable[[bytes], Any] = json.loads, text: bytes | None = None) -> dict[str, Any]:
+    """The object in a JSON or YAML file, or in its line ``text``; ValueError if it is damaged."""
     with named_damage(path):
-        parsed = parse(text)
+        parsed = parse(path.read_bytes() if text is None else text)
         if not isinstance(parsed, dict):
             raise ValueError("not an object")
         return parsed

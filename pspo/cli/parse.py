@@ -126,9 +126,8 @@ def put_words(values: dict[str, Any], pairs: Sequence[tuple[str, str | None]], s
         if owner and any(earlier.startswith(f"{name}.") for earlier, _ in pairs[:i]):
             raise ValueError(f"--{name} must stand before its arguments")
         if name == "config":
-            path = Path(text).expanduser()
-            path = path if path.is_file() else METHODS.get(text.lower(), path)
-            put_all(values, read_object(path, path.read_bytes(), load_yaml), switches)
+            own = Path(text).expanduser()
+            put_all(values, read_object(own if own.is_file() else METHODS.get(text.lower(), own), load_yaml), switches)
         elif owner in (name, None):  # an unknown switch is refused by `make_config`
             values[name] = Typed("true" if text is None else text)
         else:
@@ -180,7 +179,7 @@ def print_help(config_class: type, prog: str, topic: str) -> None:
 
 def read_config(path: Path) -> Settings:
     """The nested configuration in a run's config.yaml; ValueError if it is damaged."""
-    return read(dict, read_object(path, path.read_bytes(), load_yaml), "")
+    return read(dict, read_object(path, load_yaml), "")
 
 
 def flat(config: Settings, whole: Collection[str] | None = None, prefix: str = "") -> dict[str, Any]:

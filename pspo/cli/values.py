@@ -258,7 +258,8 @@ def yaml_value(value: Any) -> Any:
 
 def import_path(named: Any) -> str:
     """The import path of a class or function, through its package if the package offers it: pspo.losses.Clip."""
-    if "<" in named.__qualname__ or (inspect.ismethod(named) and not inspect.isclass(named.__self__)):
+    is_of_object = inspect.ismethod(named) and not inspect.isclass(named.__self__)
+    if is_of_object or "<" in named.__qualname__:  # a lambda, or defined inside a function
         raise ValueError(f"{named!r} has no name that config.yaml could hold: define it at the top of a module")
     package = named.__module__.rpartition(".")[0]
     is_offered = getattr(sys.modules.get(package), named.__qualname__, None) is named
