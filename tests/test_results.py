@@ -11,6 +11,7 @@ from scipy import stats
 from pspo_lab.power import estimate
 
 RESULTS = Path(__file__).parents[1] / "results"
+RELIABILITY = " ".join((RESULTS / "smollm2/reliability.md").read_text(encoding="utf-8").split())
 
 
 def read_table(page: str, first: str, file: str = "README.md") -> pd.DataFrame:
@@ -50,9 +51,10 @@ def holm(p: list[float]) -> np.ndarray:
     return np.minimum(steps, 1)[np.argsort(p).argsort()]
 
 
-def starred(differences: list[pd.Series]) -> list[bool]:
-    """Which means are not 0 at 5% by Holm's correction of t-tests."""
-    return list(holm([stats.ttest_1samp(of, 0).pvalue if of.any() else 1.0 for of in differences]) < 0.05)
+def t_tests(differences: list[pd.Series | pd.DataFrame]) -> list[float]:
+    """The p-values of the means over seeds, of which a table has a row each."""
+    by_seed = [of.mean(axis=1) if isinstance(of, pd.DataFrame) else of for of in differences]
+    return [stats.ttest_1samp(of, 0).pvalue if of.any() else 1.0 for of in by_seed]
 
 
 @pytest.mark.parametrize("model", ["tiny-base", "tiny-math"])
@@ -95,7 +97,7 @@ def test_second_epoch():
             differences[row, column] = values[measure][row] - values[measure][base]
             assert_column(table.loc[[row], column], differences[row, column].to_frame(row))
     stars = [table.loc[place].endswith("*") for place in differences]
-    assert stars == starred([*differences.values()])
+    assert stars == [*(holm(t_tests([*differences.values()])) < 0.05)]
 
 
 def test_decoupled_ratios():
@@ -110,7 +112,7 @@ def test_decoupled_ratios():
     assert_column(table["final reward"], rewards)
     assert_column(table["decoupled Clip minus it"], -rewards.sub(rewards["Clip 0.2, decoupled"], axis=0))
     pairs = [("Clip 0.2, on time", "NoClip, on time"), ("Clip 0.2", "NoClip"), ("Clip 0.2, decoupled", "NoClip")]
-    for (_, cells), (arm, base) in zip(read_table("..", "where").iloc[:-2].iterrows(), pairs, strict=True):
+    for (_, cells), (arm, base) in zip(read_table("..", "where").iloc[:-3].iterrows(), pairs, strict=True):
         apart = estimate(rewards[[arm]].sub(rewards[base], axis=0).to_numpy())
         assert_shows(cells["found"], apart.mean, *apart.interval())
         assert_shows(cells["detects"], float(apart.detects()))
@@ -119,6 +121,8 @@ def test_decoupled_ratios():
 def with_arms(rows: pd.DataFrame) -> pd.DataFrame:
     """SmolLM2's runs or answers with their arm; those of the untrained model have none."""
     arm = rows["method"].mask(rows["epochs"] == 1, rows["method"] + ", 1 epoch")
+    if "ratio_to" in rows:
+        arm = arm.mask(rows["ratio_to"] == "proximal", arm + ", decoupled")
     return rows.assign(arm=arm.mask(rows["experiment"] == "smollm2-clip", "Clip, 1e-4"))
 
 
@@ -143,74 +147,95 @@ def test_a_pretrained_model():
         if arm != "NoClip":
             assert_shows(cells["detects"], apart.detects())
     planned = [*table.index[:-1]]
-    stars = starred([*(right[arm] - 100 * untrained.mean() for arm in planned),
-                     *(differences[arm] for arm in planned[1:]), right["PSPO, 1 epoch"] - right["PSPO"]])  # fmt: skip
-    assert stars == [cell.endswith("*") for cell in table["gained"][planned]] + [False] * 7
+    tested = [*(right[arm] - 100 * untrained.mean() for arm in planned), *(differences[arm] for arm in planned[1:])]
+    stars = [cell.endswith("*") for cell in table["gained"][planned]] + [False] * 7
+    assert stars == [*(holm(t_tests([*tested, right["PSPO, 1 epoch"] - right["PSPO"]])) < 0.05)]
 
 
-def test_reliability():
+def solved(experiment: str, first: str) -> tuple[dict, dict]:
+    """What the table that begins so shows: percent solved, (seeds, problems), by test and arm; failed seeds by arm."""
     answers = with_arms(pd.read_parquet(RESULTS / "smollm2/reliability.parquet"))
-    answers = answers.fillna({"arm": "untrained", "seed": 0})
+    answers = answers.fillna({"arm": "untrained", "seed": 0, "experiment": experiment})
+    answers = answers[answers["experiment"] == experiment]
     best = 100 * answers.groupby(["evaluation", "arm", "seed", "problem"])["reward"].max()  # pass@8: of eight samples
-    right = {of: best[of].unstack() for of in best.index.droplevel([2, 3]).unique()}  # (test, arm): seeds x problems
-    table = read_table("smollm2", "arm, on time", "reliability.md")
-    assert {*table.index} == {*answers["arm"]}
+    right = {of: best[of].unstack() for of in best.index.droplevel([2, 3]).unique()}
+    table = read_table("smollm2", first, "reliability.md")
+    assert {*table.index, "untrained"} == {*answers["arm"]}
     for column, test in {"right": "asdiv", "SVAMP": "svamp", "pass@8": "pass8"}.items():
         assert_column(table[column], pd.DataFrame({arm: right[test, arm].mean(axis=1) for arm in table.index}))
     failed = {}
-    for arm, cells in table.iloc[1:].iterrows():
+    for arm, cells in table.drop("untrained", errors="ignore").iterrows():
         by_seed = right["asdiv", arm].mean(axis=1)
         failed[arm] = 100.0 * (by_seed < 49).to_frame()  # 142 of the 291 are 48.8%, 143 are 49.1%
         assert_shows(cells["SD"], by_seed.std())
         assert_shows(cells["lowest"], by_seed.min())
         assert_shows(cells["failed"], (failed[arm] > 0).sum().item())
+    return right, failed
 
-    def contrast(of):
-        return (of["NoClip"] + of["PSPO"] - of["Clip"] - of["P3O"]) / 2
 
-    differences = [contrast({arm: right[test, arm] for arm in table.index}) for test in ("asdiv", "svamp", "pass8")]
-    differences += [contrast(failed), right["asdiv", "PSPO, 1 epoch"] - right["asdiv", "PSPO"]]
-    p = [stats.ttest_1samp(of.mean(axis=1), 0).pvalue for of in differences]
-    p[3] = stats.permutation_test([differences[3][0]], np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
-    rows = read_table("smollm2", "comparison", "reliability.md").assign(of=differences, q=[p[0], *holm(p[1:])])
-    apart = read_table("smollm2", "minus the mean", "reliability.md")
-    affine = (right["asdiv", "NoClip"] + right["asdiv", "PSPO"]) / 2
-    apart["of"] = [right["asdiv", arm] - affine for arm in apart.index]
-    in_readme = read_table("..", "where").iloc[-2:]
-    in_readme = in_readme.rename(columns={"found": "over seeds and problems"}).assign(of=[*apart["of"]])
-    for _, row in [*rows.iterrows(), *apart.iterrows(), *in_readme.iterrows()]:
+def assert_compared(rows: pd.DataFrame) -> None:
+    """Rows of a page show what follows from the differences, (seeds, problems), in their column ``of``."""
+    for _, row in rows.iterrows():
         found = estimate(row["of"].to_numpy())
         if "over seeds" in row:
             assert_column(row[["over seeds"]], row["of"].mean(axis=1).to_frame("over seeds"))
             assert_shows(row["over seeds and problems"], *found.interval())
         else:
-            assert_shows(row["over seeds and problems"], found.mean, *found.interval())
+            assert_shows(row["found"], found.mean, *found.interval())
         assert_shows(row["detects"], found.detects())
         if "p" in row:
             assert_shows(row["p"], row["q"])
-    prose = " ".join((RESULTS / "smollm2/reliability.md").read_text(encoding="utf-8").split())
+
+
+def test_reliability():
+    right, failed = solved("reliability", "arm, on time")
+
+    def contrast(of):
+        return (of["NoClip"] + of["PSPO"] - of["Clip"] - of["P3O"]) / 2
+
+    differences = [contrast({arm: right[test, arm] for arm in failed}) for test in ("asdiv", "svamp", "pass8")]
+    differences += [contrast(failed), right["asdiv", "PSPO, 1 epoch"] - right["asdiv", "PSPO"]]
+    p = t_tests(differences)
+    p[3] = stats.permutation_test([differences[3][0]], np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
+    rows = read_table("smollm2", "comparison", "reliability.md")
+    assert_compared(rows.assign(of=differences, q=[p[0], *holm(p[1:])]))
+    apart = read_table("smollm2", "minus the mean", "reliability.md")
+    affine = (right["asdiv", "NoClip"] + right["asdiv", "PSPO"]) / 2
+    apart["of"] = [right["asdiv", arm] - affine for arm in apart.index]
+    assert_compared(apart)
+    assert_compared(read_table("..", "where").iloc[-3:-1].assign(of=[*apart["of"]]))
     by_seed = differences[0].mean(axis=1)
     for part in (by_seed.drop(212), by_seed.loc[:211], by_seed.loc[213:]):
-        assert mean_text(part) in prose
+        assert mean_text(part) in RELIABILITY
     by_arm = pd.DataFrame({arm: right["asdiv", arm].mean(axis=1) for arm in failed})
-    assert f"{mean_text(by_arm['Clip'] - by_arm['P3O'])} over seeds." in prose
+    assert f"{mean_text(by_arm['Clip'] - by_arm['P3O'])} over seeds." in RELIABILITY
     pairs = [(by_arm[arm], by_arm["Clip"]) for arm in ("NoClip", "PSPO")]
     p = [stats.pearsonr(a + b, a - b).pvalue for a, b in pairs] + [stats.levene(*pair).pvalue for pair in pairs]
     shown = "p {:.3f} and {:.3f}, Brown and Forsythe's, which outliers sway less, {:.2f} and {:.2f}"
-    assert shown.format(*p) in prose  # Pitman 1939, Morgan 1939: of two correlated variances
+    assert shown.format(*p) in RELIABILITY  # Pitman 1939, Morgan 1939: of two correlated variances
     runs = pd.read_csv(RESULTS / "smollm2/reliability.csv").set_index(["experiment", "method"])
     assert runs.loc["bits"].groupby("seed")[["tokens", "adapters"]].nunique().eq(1).all(axis=None)
     clip = runs.loc[("reliability", "Clip")]
-    assert f"drops only {clip['zero_weight_share'].mean():.1%} of the tokens" in prose
-    assert f"KL from the old policy is {clip['kl_old_new'].mean():.3f}." in prose
+    assert f"drops only {clip['zero_weight_share'].mean():.1%} of the tokens" in RELIABILITY
+    assert f"KL from the old policy is {clip['kl_old_new'].mean():.3f}." in RELIABILITY
     solid = by_arm.where(pd.concat(failed, axis=1).droplevel(1, axis=1) == 0)
     without = (solid[["NoClip", "PSPO"]].mean(axis=1) - solid[["Clip", "P3O"]].mean(axis=1)).dropna()
-    assert f"difference is {without.mean():.1f} (p {stats.ttest_1samp(without, 0).pvalue:.2f})" in prose
-    pair = by_arm[["NoClip", "PSPO"]]
-    n = len(pair)
-    sd = (pair["NoClip"] - pair["PSPO"]).std()
-    correlation = pair.corr().iloc[0, 1]
+    assert f"difference is {without.mean():.1f} (p {stats.ttest_1samp(without, 0).pvalue:.2f})" in RELIABILITY
+    n, sd = len(by_arm), (by_arm["NoClip"] - by_arm["PSPO"]).std()
+    correlation = stats.pearsonr(by_arm["NoClip"], by_arm["PSPO"])  # its interval is Fisher's
     floor = read_table("smollm2", "noise floor", "reliability.md")["value"]
     assert_shows(floor.iloc[0], sd, *(sd * np.sqrt((n - 1) / stats.chi2.ppf([0.975, 0.025], n - 1))))
-    ends = np.arctanh(correlation) + np.array([-1, 1]) * stats.norm.ppf(0.975) / np.sqrt(n - 3)
-    assert_shows(floor.iloc[1], correlation, *np.tanh(ends))
+    assert_shows(floor.iloc[1], correlation.statistic, *correlation.confidence_interval())
+
+
+def test_control():
+    right, _ = solved("control", "arm, four late")
+    rows = read_table("smollm2", "minus NoClip, late", "reliability.md")
+    differences = [right["asdiv", arm] - right["asdiv", "NoClip"] for arm in rows.index]
+    assert_compared(rows.assign(of=differences, q=holm(t_tests(differences))))
+    assert_compared(read_table("..", "where").iloc[-1:].assign(of=differences[:1]))
+    assert f"is {mean_text((differences[1] - differences[0]).mean(axis=1))} over seeds" in RELIABILITY
+    runs = with_arms(pd.read_csv(RESULTS / "smollm2/reliability.csv")).query("experiment == 'control'")
+    table = read_table("smollm2", "arm, four late", "reliability.md")
+    for column, metric in {"dropped": "zero_weight_share", "KL": "kl_old_new", "entropy": "entropy"}.items():
+        assert_column(table[column], runs.pivot(index="seed", columns="arm", values=metric))

@@ -62,9 +62,8 @@ def plain_numbers(prompt_ids: list[int], ids: list[int]) -> tuple[np.ndarray, np
     ids=["one pass", "reference", "correction", "sequence level"],
 )
 def test_columns_are_what_the_steps_computed(tokenizer, surrogate, args, present):
-    folder = run(
-        "run", "--run.record_tokens=4", "--run.max_steps=2", f"--algorithm.surrogate={type(surrogate).__name__}", *args
-    )
+    switches = "--run.record_tokens=4", "--run.max_steps=2", f"--algorithm.surrogate={type(surrogate).__name__}"
+    folder = run("run", *switches, *args)
     table, samples = pd.read_parquet(folder / "tokens.parquet"), read_jsonl(folder / "samples.jsonl")
     assert list(table.columns) == list(COLUMNS)
     (line,) = read_jsonl(folder / "metrics.jsonl")

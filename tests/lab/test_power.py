@@ -38,8 +38,7 @@ def test_a_planted_difference_is_found_at_the_stated_power():
     rng = np.random.default_rng(0)
     studies = estimate(simulate(rng))
     truth = studies._replace(mean=0.0, seeds=studies.seeds.mean(), problems=studies.problems.mean())
-    detected = truth.detects()
-    planted = estimate(simulate(rng, detected))
+    planted = estimate(simulate(rng, truth.detects()))
     assert (planted.p() < 0.05).mean() == pytest.approx(0.8, abs=0.05)
 
 
