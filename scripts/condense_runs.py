@@ -1,10 +1,10 @@
 """Condense runs to a table with a row per run: python scripts/condense_runs.py runs/off-policy --output runs.csv
 
 Columns: the experiment, the method, the switches that differ between the runs, the seed; means over all rollouts of the
-training's reward, kl_sampler_old, kl_old_new and zero_weight_share (docs/guide/runs.md), the last validation (its
-reward) and entropy, accuracy (greedy, of the final model), returned_accuracy (of the best model by validation),
-untrained_accuracy and best_step. Each greedy evaluation NAME of a sweep adds NAME_reward and NAME_gold_anywhere of the
-returned model, and untrained_NAME_... of the model that the run began with.
+training's reward, kl_sampler_old, kl_old_new and zero_weight_share (docs/guide/runs.md), validation (last validation
+reward), accuracy (greedy, of the final model), returned_accuracy (of the best model by validation), untrained_accuracy
+and best_step. Each greedy evaluation NAME of a sweep adds NAME_reward and NAME_gold_anywhere of the returned model, and
+untrained_NAME_... of the model that the run began with.
 
 --answers NAME... writes every answer of these evaluations beside the table, as a .parquet file of the same name: the
 temperature, the numbers of problem and sample, the completion and its reward, the evaluation, and the run's experiment,
@@ -25,7 +25,7 @@ STAGE_COLUMNS = {"before": "untrained_accuracy", "after": "returned_accuracy", "
 ROOMS = ("algorithm.", "model.", "optimizer.", "rollout.")
 MEANS = {
     "reward": "mean", "kl_sampler_old": "mean", "kl_old_new": "mean", "zero_weight_share": "mean",
-    "validation_reward": "last", "entropy": "last",
+    "validation_reward": "last",
 }  # over a run's rollouts  # fmt: skip
 
 
