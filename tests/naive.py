@@ -91,7 +91,7 @@ def tokens_left_out(terms, entropies, mask):
     """By token of a row, True if one of the terms leaves it out of the surrogate's loss."""
     inside = [entropy for entropy, is_in_loss in zip(entropies, mask, strict=True) if is_in_loss]
     shares = [term.share for term in terms if isinstance(term, EntropyQuantile) and inside]
-    lowest = max((sorted(inside)[-math.ceil(share * len(inside))] - 1e-9 for share in shares), default=0.0)
+    lowest = max((reference.uncertain(inside, share) - 1e-9 for share in shares), default=0.0)
     return [entropy < lowest for entropy in entropies]
 
 

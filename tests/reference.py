@@ -180,6 +180,11 @@ def correction_weights(old_row, sampler_row, mask_row, mode, cap, floor=0.0):
     return weights
 
 
+def uncertain(entropies, share):
+    """The lowest entropy among the most uncertain share of tokens, a list; at least one token."""
+    return sorted(entropies, reverse=True)[math.ceil(share * len(entropies)) - 1]
+
+
 def kl(logprob, ref_logprob, estimator, old_logprob=None):
     """(value, d value / d logprob) of one token's estimate of KL(policy || reference)."""
     if estimator == "unbiased_k3":

@@ -77,7 +77,8 @@ def test_paths_at_home_are_expanded(yaml_file, tmp_path, monkeypatch):
 
 
 def test_the_later_of_file_and_switch_wins(tmp_path):
-    first, second = (tmp_path / f"{name}.yaml" for name in ("first", "second"))
+    first = tmp_path / "first.yaml"
+    second = tmp_path / "second.yaml"
     first.write_text("rollout: {prompts: 5, group_size: 3}\n")
     second.write_text("rollout: {prompts: 6}\n")
     for args, expected in [

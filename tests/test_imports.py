@@ -110,10 +110,15 @@ def test_nothing_unsafe():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("imports", [
-    "import pspo", "import pspo.train", "from pspo import train; import pspo",
-    "from pspo.train import main; import pspo; assert main is pspo.train.main",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import pspo",
+        "import pspo.train",
+        "from pspo import train; import pspo",
+        "from pspo.train import main; import pspo; assert main is pspo.train.main",
+    ],
+)
 def test_pspo_train_is_a_call_whatever_is_imported_first(imports):
     code = f"{imports}; import inspect; print(*inspect.signature(pspo.train).parameters, pspo.losses.PSPO.__name__)"
     words = run_python("-c", code).split()

@@ -281,8 +281,9 @@ def test_evaluations_go_to_their_run_or_to_the_untrained_model(make_run, make_ev
     assert close(cells[SUMS, "Accuracy", "Clip", "sums test, n = 50: accuracy"], 1, 0.7, 0.69, 0.71)
     assert close(cells[SUMS, "Accuracy", "tiny", PRODUCTS], 0, 0.2, 0.19, 0.21)
     assert close(cells[SUMS, "Accuracy", "NoClip", PRODUCTS], 1, 0.88, 0.87, 0.89)
-    of_spelt = {key[2:]: cell[1] for key, cell in cells.items() if key[0] == "models/best on sums"}
-    assert of_spelt["models/best", PRODUCTS] == 0.9
+    assert {
+        key[2]: cell[1] for key, cell in cells.items() if key[0] == "models/best on sums" and key[3] == PRODUCTS
+    } == {"models/best": 0.9}
     assert cells["Other evaluations", "Accuracy", "somebody/else", PRODUCTS] == [0, 0.4, None, None]
     sampled = "products test, n = 50, T = 0.6: pass@4"
     assert close(cells[SUMS, "Accuracy", "Clip", sampled], 1, 0.8, 0.6, 1)
